@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
 from benchmarks.engine_gpu import SHAPES, write_config
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.memory.service import MemoryService
 from bireme.engines.memory.wire import socket_path
 from bireme.engines.stub.client import EngineClient
@@ -105,7 +105,7 @@ def measure(folder: Path, model: str, mode: str, options: argparse.Namespace) ->
         "memory_service": {"enabled": has_service},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe_file))
-    service = MemoryService(socket_path(run_dir), run.deployment_key(run_dir)) if has_service else None
+    service = MemoryService(socket_path(run_dir), run_folder.deployment_key(run_dir)) if has_service else None
     if service is not None:
         service.start()
     metrics, began = Registry("decode"), time.perf_counter()

@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 
 from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams, seal
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.chunks import CHUNK_BYTES
@@ -168,10 +169,10 @@ def _export(pipe: Any, folder: Path, case: str, options: argparse.Namespace) -> 
         array[rows.rows[0]] = _content(num_tokens)
     transfer = make_transfer(folder, "prefill", case, options.chunk << 10)
     transfer.start(_layout(), memory)
-    record = run.WorkerRecord(
-        worker="prefill", life=1, pid=os.getpid(), host=run.host_id(), transfer_endpoint=transfer.endpoint
+    record = WorkerRecord(
+        worker="prefill", life=1, pid=os.getpid(), host=host_id(), transfer_endpoint=transfer.endpoint
     )
-    run.publish(folder, record)
+    run_folder.publish(folder, record)
     for _ in range(options.rounds + 1):
         lease = transfer.reserve(lambda: None)
         lease.export(num_tokens, rows)
@@ -248,10 +249,10 @@ class EnginePair:
         self._transfers = {worker: make_transfer(folder, worker, "shm", CHUNK_BYTES) for worker in STAGES}
         self._ends = {worker: EngineEnd(folder, worker, self._transfers[worker], options) for worker in STAGES}
         for worker, transfer in self._transfers.items():
-            record = run.WorkerRecord(
-                worker=worker, life=1, pid=os.getpid(), host=run.host_id(), transfer_endpoint=transfer.endpoint
+            record = WorkerRecord(
+                worker=worker, life=1, pid=os.getpid(), host=host_id(), transfer_endpoint=transfer.endpoint
             )
-            run.publish(folder, record)
+            run_folder.publish(folder, record)
 
     def round(self) -> dict[str, float]:
         from bireme.messages import EngineRequest, SamplingParams

@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 from benchmarks.engine_gpu import SHAPES, seconds_of, write_config
 from benchmarks.transfer import KEY, EngineEnd, aim, make_transfer
 from bireme.disagg import DisaggregatedParams, seal
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.engines.torch.attention import LayerGeometry
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.kv.transfer.chunks import CHUNK_BYTES, GPU_FACTOR
@@ -267,10 +268,10 @@ def serve_rows(pipe: Any, folder: Path, options: argparse.Namespace) -> None:
 
 
 def publish(folder: Path, transfer: LeasedTransfer, life: int) -> None:
-    record = run.WorkerRecord(
-        worker="prefill", life=life, pid=os.getpid(), host=run.host_id(), transfer_endpoint=transfer.endpoint
+    record = WorkerRecord(
+        worker="prefill", life=life, pid=os.getpid(), host=host_id(), transfer_endpoint=transfer.endpoint
     )
-    run.publish(folder, record)
+    run_folder.publish(folder, record)
 
 
 class Engines:

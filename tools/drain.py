@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.errors import BiremeError
 from bireme.launch.run_folder import only_launch
 
@@ -30,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         folder = Path(options.run_folder) if options.run_folder else only_launch()
-        record = run.find(folder, options.worker)
+        record = run_folder.find(folder, options.worker)
     except BiremeError as error:
         print(error, file=sys.stderr)
         return WRONG
-    run.ask_drain(folder, record.worker, undo=options.undo)
+    run_folder.ask_drain(folder, record.worker, undo=options.undo)
     print(f"{record.worker} {'takes requests again' if options.undo else 'drains'} ({folder})")
     return 0
 

@@ -207,13 +207,13 @@ def served(model: Path, console: Console) -> Iterator[str]:
     """Serve a model disaggregated until the block ends; the URL of its OpenAI API."""
     ports = {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
     options = [f"--{name}-port={port}" for name, port in ports.items()]
-    run = RunFolder()
+    run_folder = RunFolder()
     try:
-        settings = serve.settings_of(serve.parse(["--model", str(model), "--disaggregated", *options]), run)
+        settings = serve.settings_of(serve.parse(["--model", str(model), "--disaggregated", *options]), run_folder)
     except BiremeError:
-        run.remove()
+        run_folder.remove()
         raise
-    with Deployment(settings, console, run):
+    with Deployment(settings, console, run_folder):
         yield f"http://127.0.0.1:{ports['openai']}"
 
 

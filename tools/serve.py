@@ -57,15 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def launch(options: argparse.Namespace, console: Console) -> int:
     """Make the deployment and serve it; return the exit code."""
-    run = None
+    run_folder = None
     try:
-        run = RunFolder()
+        run_folder = RunFolder()
         if options.openai_port:
             check_frontend()
-        deployment = Deployment(settings_of(options, run), console, run)
+        deployment = Deployment(settings_of(options, run_folder), console, run_folder)
     except ConfigError as error:
-        if run is not None:
-            run.remove()
+        if run_folder is not None:
+            run_folder.remove()
         return report(console, error, WRONG)
     return serve(deployment, console, options)
 
@@ -85,7 +85,7 @@ def serve(deployment: Deployment, console: Console, options: argparse.Namespace)
 
 
 def frontend_of(
-    options: argparse.Namespace, recipe: str, override: str, run: RunFolder, hosts: Hosts, advertised: str
+    options: argparse.Namespace, recipe: str, override: str, run_folder: RunFolder, hosts: Hosts, advertised: str
 ) -> FrontendSettings | None:
     if not options.openai_port:
         return None
@@ -106,9 +106,9 @@ def frontend_of(
             "BIREME_OVERRIDE": override,
             "BIREME_GRPC": address(hosts.grpc, options.grpc_port),
             "BIREME_ADVERTISE": advertised,
-            "BIREME_RUN_DIR": str(run.path),
+            "BIREME_RUN_DIR": str(run_folder.path),
         },
-        shm_prefix=run.shm_prefix,
+        shm_prefix=run_folder.shm_prefix,
     )
 
 
@@ -209,11 +209,11 @@ def hosts_of(options: argparse.Namespace) -> Hosts:
     return Hosts(*map(host_in, named))
 
 
-def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettings:
+def settings_of(options: argparse.Namespace, run_folder: RunFolder) -> DeploymentSettings:
     folder = options.recipe or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE
     if options.model:
         folder = write_recipe(
-            run.path / "recipe", options.model, disaggregated=options.disaggregated, engine=options.engine
+            run_folder.path / "recipe", options.model, disaggregated=options.disaggregated, engine=options.engine
         )
     override = with_discovery(add_settings(options.override, options.set), options.discovery)
     recipe = load_recipe(folder, override)
@@ -230,7 +230,7 @@ def settings_of(options: argparse.Namespace, run: RunFolder) -> DeploymentSettin
         health_port=options.health_port,
         drain_timeout_s=options.drain_timeout,
         canaries=CanarySettings(interval_s=options.canary_interval),
-        frontend=frontend_of(options, recipe.folder, override, run, hosts, advertised),
+        frontend=frontend_of(options, recipe.folder, override, run_folder, hosts, advertised),
         advertise=advertised,
         allow_client_shm=options.allow_client_shm,
         visible_keys=options.visible_keys,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.errors import BiremeError, NotFoundError
 from bireme.launch.run_folder import only_launch
 
@@ -32,12 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         folder = Path(options.run_folder) if options.run_folder else only_launch()
         if options.wake:
-            if not run.wake(folder, options.worker):
+            if not run_folder.wake(folder, options.worker):
                 raise NotFoundError(f"{options.worker} does not sleep in {folder}")
-        elif not run.must_sleep(folder, options.worker):
-            run.ask_sleep(folder, run.find(folder, options.worker).worker, free_weights=options.free_weights)
+        elif not run_folder.must_sleep(folder, options.worker):
+            worker = run_folder.find(folder, options.worker).worker
+            run_folder.ask_sleep(folder, worker, free_weights=options.free_weights)
         elif options.free_weights:
-            run.ask_sleep(folder, options.worker, free_weights=True)
+            run_folder.ask_sleep(folder, options.worker, free_weights=True)
     except BiremeError as error:
         print(error, file=sys.stderr)
         return WRONG

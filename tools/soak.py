@@ -136,7 +136,7 @@ def started(arguments: argparse.Namespace) -> Iterator[Target]:
                 FrontendProcess(frontend_settings(arguments, port, server), Console("warning"))
             )
             openai, others = f"127.0.0.1:{port}", frontend.roles()
-        yield Target(server.grpc, server.http, server.metrics, server.pid, server.run.shm_prefix, openai, others)
+        yield Target(server.grpc, server.http, server.metrics, server.pid, server.run_folder.shm_prefix, openai, others)
 
 
 def frontend_settings(arguments: argparse.Namespace, port: int, server: Server) -> FrontendSettings:

@@ -26,7 +26,8 @@ from benchmarks.chaos.topologies import Topology
 from benchmarks.load.load_process import CHECKOUT
 from bireme.config import DiscoveryConfig, stage_of
 from bireme.conversion import convert
-from bireme.discovery.store import RecordStore, create_store, parse_address
+from bireme.discovery.store import RecordStore, parse_address
+from bireme.discovery.view import create_store
 from bireme.launch import free_port
 
 NAME = "cluster"

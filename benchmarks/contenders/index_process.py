@@ -204,7 +204,7 @@ class IndexProcess:
         ai-dynamo's Python has no router of this kind.
         """
         from bireme.config import RouterConfig
-        from bireme.discovery.run import WorkerRecord
+        from bireme.discovery.records import WorkerRecord
         from bireme.kv.event_wire import WorkerLoad
         from bireme.kv.holdings import IndexHoldings
         from bireme.kv.placement import RoutingRequest

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.simulation.trace import TOKENS_PER_BLOCK, SimulatedRequest, endless_hits
 from benchmarks.simulation.worker import SimulatedEvent, SimulatedRun, SimulatedWorker
 from bireme.config import MockerConfig, RouterConfig, RoutingMode
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.kv.event_wire import WorkerLoad
 from bireme.kv.index import KvIndex
 from bireme.kv.placement import Floats, Hashes, Placement, RoutingRequest

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from bireme import private_files
 from bireme.config import DiscoveryConfig
-from bireme.discovery.run import WorkerRecord, check_private, make_private
-from bireme.discovery.signed import open_record, seal_record
-from bireme.discovery.store import FOLDER_REMEDY, NameTakenError, Refused, StoreError
+from bireme.discovery.records import WorkerRecord, open_record, seal_record
+from bireme.discovery.run_folder import check_private, make_private
+from bireme.discovery.store import FOLDER_REMEDY, Refused, StoreError, taken
 from bireme.errors import ConfigError
 
 LOOK_S = 0.5
@@ -160,10 +160,3 @@ class DirectoryStore:
 
 def _is_lost(sighting: _Sighting) -> bool:
     return sighting.record is None or bool(sighting.problem)
-
-
-def taken(mine: WorkerRecord, theirs: WorkerRecord) -> NameTakenError:
-    return NameTakenError(
-        f"{mine.id} is registered by another launch already ({theirs.launch}, process {theirs.pid}); give one of the"
-        " servers another --grpc-port or --advertise"
-    )

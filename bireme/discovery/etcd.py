@@ -19,10 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bireme.config import DiscoveryConfig
-from bireme.discovery.directory import taken
-from bireme.discovery.run import WorkerRecord
-from bireme.discovery.signed import open_record, seal_record
-from bireme.discovery.store import Refused, StoreError
+from bireme.discovery.records import WorkerRecord, open_record, seal_record
+from bireme.discovery.store import Refused, StoreError, taken
 from bireme.errors import ConfigError
 
 TIMEOUT_S = 2.0  # of a call

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.discovery.store import RecordReader, StoreError
 from bireme.errors import drop_frames
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.discovery.store import NameTakenError, RecordStore, StoreError
 from bireme.errors import drop_frames
 

@@ -1,4 +1,4 @@
-"""Where several servers keep the records of their workers: the interface, its factory, the address that names one.
+"""Where several servers keep the records of their workers: the interface, its key, the address that names one.
 
 A record stays for as long as its writer holds it: `directory.py` (heartbeats in files), `etcd.py` (leases). Nothing is
 agreed upon among readers; each follows the store by itself (follower.py) and judges what it finds (view.py).
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bireme.config import DiscoveryConfig
-from bireme.discovery import run
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import ConfigError, UnavailableError
 
 FOLDER_REMEDY = "name another in discovery.folder"
@@ -26,6 +26,13 @@ class StoreError(UnavailableError):
 
 class NameTakenError(StoreError):
     """A living worker of another launch has this worker's id."""
+
+
+def taken(mine: WorkerRecord, theirs: WorkerRecord) -> NameTakenError:
+    return NameTakenError(
+        f"{mine.id} is registered by another launch already ({theirs.launch}, process {theirs.pid}); give one of the"
+        " servers another --grpc-port or --advertise"
+    )
 
 
 class RecordReader(Protocol):
@@ -53,26 +60,12 @@ class RecordStore(RecordReader, Protocol):
         """Remove all that this store holds, as far as it can be reached."""
 
 
-def create_store(config: DiscoveryConfig) -> RecordStore:
-    """Return a shared store, not connected yet. Raises ConfigError."""
-    key = shared_key(config)
-    if config.backend == "directory":
-        from bireme.discovery.directory import DirectoryStore
-
-        return DirectoryStore(config, key)
-    if config.backend == "etcd":
-        from bireme.discovery.etcd import EtcdStore
-
-        return EtcdStore(config, key)
-    raise ConfigError("discovery.backend: static has nothing that servers share; choose directory or etcd")
-
-
 def shared_key(config: DiscoveryConfig) -> bytes:
     """Return the key of all servers and frontends that share a store: BIREME_KEY, else that of the folder.
 
     Without either, folder and key are made. Raises ConfigError, also for another user's folder.
     """
-    key = run.named_key()
+    key = run_folder.named_key()
     if config.backend == "directory":
         return _folder_key(Path(config.folder), key)
     if key is None:
@@ -86,10 +79,10 @@ def shared_key(config: DiscoveryConfig) -> bytes:
 def _folder_key(folder: Path, named: bytes | None) -> bytes:
     try:
         if named is None:
-            run.make_private(folder, FOLDER_REMEDY)
-            return run.deployment_key(folder)
+            run_folder.make_private(folder, FOLDER_REMEDY)
+            return run_folder.deployment_key(folder)
         with suppress(FileNotFoundError):  # a server makes it
-            run.check_private(folder, FOLDER_REMEDY)
+            run_folder.check_private(folder, FOLDER_REMEDY)
         return named
     except OSError as error:
         raise ConfigError(f"discovery.folder: {folder} can't be used: {error}") from error

@@ -1,6 +1,6 @@
 """Which workers serve a recipe now, as one process sees it.
 
-    own server's workers   the recipe's, with their records from the run directory where that is within reach
+    own server's workers   the recipe's, with their records from the run folder where that is within reach
     other servers' workers the shared store's (recipe block `discovery`), less those that may not serve this recipe
 
 So without a shared store a server knows its own workers, as the recipe has them; with one that is down it still does.
@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bireme.config import Recipe, worker_id
-from bireme.discovery import run
+from bireme.config import DiscoveryConfig, Recipe, worker_id
+from bireme.discovery import run_folder
 from bireme.discovery.follower import Follower, OnChange, Records
-from bireme.discovery.run import WorkerRecord
-from bireme.discovery.store import RecordReader, RecordStore, create_store
+from bireme.discovery.records import WorkerRecord, host_id, key_id, launch_id, own_address
+from bireme.discovery.store import RecordReader, RecordStore, shared_key
 from bireme.errors import ConfigError, NotFoundError
 from bireme.metrics import Registry
 
@@ -51,7 +51,7 @@ class OwnWorkers:
     """RecordReader: the recipe's workers on this process's server."""
 
     def __init__(self, recipe: Recipe, folder: Path | None) -> None:
-        """`folder`: the run directory; None: out of reach, so that names are all that is known."""
+        """`folder`: the run folder; None: out of reach, so that names are all that is known."""
         self._unknown = {
             name: WorkerRecord(worker=name, tokens_per_block=entry.engine_config.kv_cache_config.tokens_per_block)
             for stage, entry in recipe.workers.items()
@@ -78,7 +78,7 @@ class OwnWorkers:
         try:
             changed = (self._folder / f"{name}.json").stat().st_mtime_ns
             if name not in self._read or self._read[name][0] != changed:
-                self._read[name] = changed, run.find(self._folder, name)
+                self._read[name] = changed, run_folder.find(self._folder, name)
         except (OSError, NotFoundError):  # its engine starts, or is being started again: it may still get requests
             return unknown
         return self._read[name][1]
@@ -228,13 +228,27 @@ def discover(
     """Return a recipe's view. Raises ConfigError.
 
     `server`: gRPC address of the own tritonserver as others know it; None: this process has none. `folder`: that
-    server's run directory, where this process can read it.
+    server's run folder, where this process can read it.
     """
     shared = create_store(recipe.discovery) if recipe.discovery.is_shared else None
     if server is None and shared is None:
         raise ConfigError(f"{recipe.name}: no server's address, and discovery.backend is static; give one of them")
     own = OwnWorkers(recipe, folder) if server is not None else None
-    return WorkerView(recipe, own, shared, server or "", run.launch_id(folder) if folder else "", metrics)
+    return WorkerView(recipe, own, shared, server or "", launch_id(folder) if folder else "", metrics)
+
+
+def create_store(config: DiscoveryConfig) -> RecordStore:
+    """Return a shared store, not connected yet. Raises ConfigError."""
+    key = shared_key(config)
+    if config.backend == "directory":
+        from bireme.discovery.directory import DirectoryStore
+
+        return DirectoryStore(config, key)
+    if config.backend == "etcd":
+        from bireme.discovery.etcd import EtcdStore
+
+        return EtcdStore(config, key)
+    raise ConfigError("discovery.backend: static has nothing that servers share; choose directory or etcd")
 
 
 def own_record(recipe: Recipe, worker: str, life: int, folder: Path, key: bytes, **facts: Any) -> WorkerRecord:
@@ -243,12 +257,12 @@ def own_record(recipe: Recipe, worker: str, life: int, folder: Path, key: bytes,
         worker=worker,
         life=life,
         pid=os.getpid(),
-        server=run.own_address() if recipe.discovery.is_shared else "",
-        launch=run.launch_id(folder),
-        host=run.host_id(),
+        server=own_address() if recipe.discovery.is_shared else "",
+        launch=launch_id(folder),
+        host=host_id(),
         served_model_name=recipe.served_name,
         model=_model_name(recipe),
-        key_id=run.key_id(key),
+        key_id=key_id(key),
     )
     return msgspec.structs.replace(record, **facts)
 

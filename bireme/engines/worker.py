@@ -1,7 +1,7 @@
 """The engine process: `python -m bireme.engines.worker --worker decode --endpoint ipc:///run/x ...`.
 
 Recipe and override come from the environment as load_recipe reads them (a supervisor hands its own
-recipe over instead, see stub/environment.py), the run directory from BIREME_RUN_DIR. By hand, leave --parent out.
+recipe over instead, see stub/environment.py), the run folder from BIREME_RUN_DIR. By hand, leave --parent out.
 Nothing heavy is imported before the process is tied to its parent (own_process.py).
 """
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import zmq
 
 from bireme.config import KvEventsConfig
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.kv.event_reading import BlockChanges, EventReader, ReadBatch, read_batch
 from bireme.kv.event_stream import KvEventStream
 from bireme.kv.event_wire import END, LOAD_TOPIC, WorkerLoad, decode_load, decode_seq, rank_of

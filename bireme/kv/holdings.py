@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.config import ROUTED_STAGES, RouterConfig
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.kv.index import KvIndex, rank_name
 from bireme.kv.placement import Floats, Hashes, Mask
 from bireme.metrics import Registry

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bireme.config import BusyRule, RouterConfig, RoutingMode, split_worker
-from bireme.discovery.run import WorkerRecord, can_transfer
+from bireme.discovery.records import WorkerRecord, can_transfer
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.active import NO_BLOCKS, SentRequest
 from bireme.kv.block_uses import BlockUses

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from bireme.config import BusyRule
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.kv.active import ActiveRequests, SentRequest
 from bireme.kv.block_uses import BlockUses
 from bireme.kv.event_wire import WorkerLoad

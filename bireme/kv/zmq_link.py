@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.kv.curve import curve_keys, is_ipv6, needs_curve
 from bireme.kv.event_wire import LOAD_TOPIC, MAX_PAYLOAD_BYTES, encode_seq, event_topic
 

@@ -25,8 +25,8 @@ from typing import Any
 
 from bireme.child_process import Backoff
 from bireme.config import CHECKOUT, Recipe
-from bireme.discovery import run
 from bireme.discovery.directory import LOOK_S
+from bireme.discovery.run_folder import ask_drain, named_key
 from bireme.discovery.store import shared_key
 from bireme.discovery.view import WorkerView, discover
 from bireme.errors import BiremeError, ConfigError, UnavailableError
@@ -96,11 +96,11 @@ class DeploymentSettings:
 class Deployment:
     """`start`, `supervise` until `request_stop`, `stop`. As a context manager: start and stop."""
 
-    def __init__(self, settings: DeploymentSettings, console: Console, run: RunFolder | None = None) -> None:
+    def __init__(self, settings: DeploymentSettings, console: Console, run_folder: RunFolder | None = None) -> None:
         self.settings = settings
         self._console = console
         self.threads = GuardedThreads(console)
-        self.run = run or RunFolder()
+        self.run_folder = run_folder or RunFolder()
         self._key = deployment_key(settings.recipe)
         self._view: WorkerView | None = None  # of the workers on all servers
         models, pipelines = used_models(settings.recipe, settings.checkout)
@@ -118,8 +118,8 @@ class Deployment:
         self._frontend: FrontendProcess | None = None
         self._memory: MemoryProcess | None = None
         self._health: HealthServer | None = None
-        self._run_keeper: GuardedThread | None = None
-        self._run_problem = ""
+        self._folder_keeper: GuardedThread | None = None
+        self._folder_problem = ""
         self._touch_at = time.monotonic() + _TOUCH_S
 
     @property
@@ -151,16 +151,16 @@ class Deployment:
         on a very busy machine (a lock of its shared memory not had within ten seconds).
         """
         settings = self.settings
-        self._installation = check_all(settings.recipe, self._listeners(), self._num_stubs, self.run.path)
+        self._installation = check_all(settings.recipe, self._listeners(), self._num_stubs, self.run_folder.path)
         if reason := unkept_code(settings.recipe):
             self._console.event("compiled_code_not_kept", "warning", reason=reason)
-        self.run.remember()
+        self.run_folder.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
         self._health = HealthServer(settings.health_host, settings.health_port, self._live, self._ready)
         self._health.start()
-        self._run_keeper = self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S)
+        self._folder_keeper = self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S)
         if settings.recipe.discovery.is_shared:
-            self._view = discover(settings.recipe, self._address, self.run.path)
+            self._view = discover(settings.recipe, self._address, self.run_folder.path)
             self._view.watch(lambda records: None)
         if settings.frontend is not None:
             environment = dict(settings.frontend.environment) | {"BIREME_KEY": self._key}
@@ -168,7 +168,7 @@ class Deployment:
             self._frontend = FrontendProcess(frontend, self._console, self.threads)
             self._frontend.spawn()  # it takes as long as the models' load: side by side
         if settings.recipe.memory_service.enabled:
-            self._memory = MemoryProcess(self.run.path, self._key, self._console, self.threads)
+            self._memory = MemoryProcess(self.run_folder.path, self._key, self._console, self.threads)
             self._memory.start()
         try:
             self._start_server()
@@ -231,12 +231,12 @@ class Deployment:
         if self._health is not None:
             self._health.stop()
             self._health = None
-        if self._run_keeper is not None:
-            self._run_keeper.stop()
+        if self._folder_keeper is not None:
+            self._folder_keeper.stop()
         if self._view is not None:
             self._view.stop()
             self._view = None
-        self.run.remove()
+        self.run_folder.remove()
 
     @property
     def _address(self) -> str:
@@ -245,9 +245,9 @@ class Deployment:
     def _announce_end(self) -> None:
         """Have other servers send nothing new, and wait until they know. Own pipelines use the workers to the end."""
         view = self._view
-        if view is None or self._monitor is None or not self.server.is_running or not self.run.path.exists():
+        if view is None or self._monitor is None or not self.server.is_running or not self.run_folder.path.exists():
             return
-        run.ask_drain(self.run.path)
+        ask_drain(self.run_folder.path)
         deadline = time.monotonic() + _ANNOUNCE_S
         while not view.is_drained_elsewhere() and time.monotonic() < deadline:
             time.sleep(_READY_LOOK_S)
@@ -259,12 +259,12 @@ class Deployment:
         now = time.monotonic()
         if now >= self._touch_at:
             self._touch_at = now + _TOUCH_S
-            self.run.touch()
-        self.run.shut_shared_memory()  # also of a model that loads: its stub does so only once it has all imported
-        self._run_problem = f"{self.run.path} is incomplete and can't be made again"
-        if count := self.run.restore():
-            self._console.event("run_folder_restored", "warning", missing=count, path=self.run.path)
-        self._run_problem = ""
+            self.run_folder.touch()
+        self.run_folder.shut_shared_memory()  # also of a model that loads: its stub does so once it has all imported
+        self._folder_problem = f"{self.run_folder.path} is incomplete and can't be made again"
+        if count := self.run_folder.restore():
+            self._console.event("run_folder_restored", "warning", missing=count, path=self.run_folder.path)
+        self._folder_problem = ""
 
     def _drain(self) -> float:
         """Let running requests end; return how long the server's own end may take.
@@ -308,8 +308,10 @@ class Deployment:
     def _start_server(self) -> None:
         """Start, load, watch. On failure nothing of the server is left. Raises ServerStartError."""
         began = self._began_at = time.monotonic()
-        link_models(self.run.path / "models", self.settings.recipe, self.settings.checkout)
-        server = Server(self._options(), self.run, installation=self._installation, on_line=self._console.triton_line)
+        link_models(self.run_folder.path / "models", self.settings.recipe, self.settings.checkout)
+        server = Server(
+            self._options(), self.run_folder, installation=self._installation, on_line=self._console.triton_line
+        )
         self._server = server
         server.start(is_wanted=lambda: not self._stopping.is_set())
         self._console.event("server_up", pid=server.pid, seconds=time.monotonic() - began)
@@ -342,7 +344,7 @@ class Deployment:
             **settings.environment,
         }
         return ServerOptions(
-            repositories=(self.run.path / "models",),
+            repositories=(self.run_folder.path / "models",),
             ports=settings.ports,
             hosts=settings.hosts,
             models=(),
@@ -360,7 +362,7 @@ class Deployment:
         began = time.monotonic()
         recipe = self.settings.recipe
         owners = {name: model for model in self.models for name in recipe.instances(model)}
-        stubs = LoadingStubs(server.pid, owners, self.run.shm_prefix)
+        stubs = LoadingStubs(server.pid, owners, self.run_folder.shm_prefix)
         pool = ThreadPoolExecutor(_PARALLEL_LOADS, thread_name_prefix="load")
         loads = {pool.submit(self._load_one, server, model, stubs): model for model in models}
         try:
@@ -406,9 +408,10 @@ class Deployment:
 
     def _watch(self, server: Server) -> None:
         server.note_members()
-        self.run.remember()
+        self.run_folder.remember()
         recipe = self.settings.recipe
-        stubs = {model: recipe.instances(model) for model in python_models(self.run.path / "models", self.models)}
+        folder = self.run_folder.path / "models"
+        stubs = {model: recipe.instances(model) for model in python_models(folder, self.models)}
         self._watchdog = StubWatchdog(server, stubs, self._console, self.threads)
         self._watchdog.start()
         self._monitor = HealthMonitor(
@@ -455,7 +458,7 @@ class Deployment:
                 try:
                     self._stop_watching()
                     self.server.kill()
-                    self.run.clear()
+                    self.run_folder.clear()
                 finally:
                     self._stopping.wait(delay)  # also after a failure: what the machine lacks now it may have then
                 if self._stopping.is_set():
@@ -485,8 +488,8 @@ class Deployment:
         if monitor is None:
             return False, {"status": "starting"}
         report = monitor.report()
-        if self._run_problem:
-            report |= {"status": "not_ready", "run_folder": self._run_problem}
+        if self._folder_problem:
+            report |= {"status": "not_ready", "run_folder": self._folder_problem}
         if problems := self.threads.problems():
             report |= {"status": "not_ready", "threads": problems}
         if (view := self._view) is not None:
@@ -504,7 +507,7 @@ def deployment_key(recipe: Recipe) -> str:
     """
     if recipe.discovery.is_shared:
         return shared_key(recipe.discovery).hex()
-    if (named := run.named_key()) is not None:
+    if (named := named_key()) is not None:
         return named.hex()
     host = recipe.kv_events.host
     if host and needs_curve(f"tcp://{host}:*"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bireme.config import WORKER_STAGES, Recipe, stage_of
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.errors import BiremeError
 from bireme.launch import processes
 from bireme.launch.canaries import OPENAI, Canaries, CanarySettings, OpenAIWay
@@ -88,7 +88,7 @@ class HealthMonitor:
         self._shared = [name for name in self._workers if len(recipe.instances(name)) > 1]  # among several stubs
         self._series: Mapping[str, WorkerSeries] = {}
         self._doors = self._make_doors()
-        self._watch = ProcessWatch(self._find, self._end, server.run.shm_prefix, self._stall_s)
+        self._watch = ProcessWatch(self._find, self._end, server.run_folder.shm_prefix, self._stall_s)
         self._watch.take_sign(_SERVER, lambda: sum(door.answers for door in self._doors))
         way = OpenAIWay(frontend.address, frontend.key, frontend.has_tls) if frontend else None
         self._canary_interval_s = canaries.interval_s
@@ -178,7 +178,7 @@ class HealthMonitor:
         for part in (_ENGINE, _BROKER):
             if problem := wrong.get(name + part, ""):
                 return f"{part[1:]}: {problem}"
-        is_asleep = run.must_sleep(self._server.run.path, name)
+        is_asleep = run_folder.must_sleep(self._server.run_folder.path, name)
         if worker.engine_up is False:
             return "asleep" if is_asleep else "engine is down"
         if is_asleep:
@@ -242,7 +242,7 @@ class HealthMonitor:
         if not self._server.is_running:
             return {}
         found = {_SERVER: self._server.pid, **self._watchdog.stubs()}
-        brokers = {name: processes.broker(self._server.run.path, name) for name in self._shared}
+        brokers = {name: processes.broker(self._server.run_folder.path, name) for name in self._shared}
         found |= {name + _BROKER: pid for name, pid in brokers.items() if pid is not None}
         for owner in list(found):
             name = owner.removesuffix(_BROKER)

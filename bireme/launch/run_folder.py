@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bireme import private_files
 from bireme.discovery.pulse import has_writer
-from bireme.discovery.run import DRAIN, SLEEP, make_private
+from bireme.discovery.run_folder import DRAIN, SLEEP, make_private
 from bireme.engines.memory.wire import SOCKET_NAME
 from bireme.errors import ConfigError
 from bireme.kv.transfer import shm_file

@@ -98,14 +98,14 @@ class Server:
     def __init__(
         self,
         options: ServerOptions,
-        run: RunFolder,
+        run_folder: RunFolder,
         *,
         installation: Installation | None = None,
         on_line: Callable[[str], None] | None = None,
         log_path: Path | None = None,
     ) -> None:
         self.options = options
-        self.run = run
+        self.run_folder = run_folder
         self.log_path = log_path
         self.admin_key = secrets.token_hex(16)
         self.http = address(options.hosts.http, options.ports.http)
@@ -142,7 +142,7 @@ class Server:
 
     def start(self, timeout_s: float = 900.0, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Start and wait until ready. Raises ServerStartError; ends the process first when that takes too long."""
-        prepared = prepare(self._installation, self.run.path, os.environ | dict(self.options.environment))
+        prepared = prepare(self._installation, self.run_folder.path, os.environ | dict(self.options.environment))
         missing = missing_libraries(prepared)
         if missing:
             raise ConfigError(f"{prepared.stub} needs {', '.join(missing)}, which the linker does not find")
@@ -179,7 +179,7 @@ class Server:
         processes.kill_all(self._members.items())
         self._exited.wait(10)
         processes.wait_gone(processes.survivors(self._members.items()), 5)
-        self.run.sweep_shared_memory()
+        self.run_folder.sweep_shared_memory()
 
     def note_members(self) -> None:
         """Remember what runs below the server now, so that it can be ended if the server dies first.
@@ -201,7 +201,7 @@ class Server:
         return pids[0]
 
     def engine_pid(self, model: str) -> int:
-        owner = processes.broker(self.run.path, model)
+        owner = processes.broker(self.run_folder.path, model)
         pids = processes.engines(self.stub_pid(model) if owner is None else owner)
         if len(pids) != 1:
             raise BiremeError(f"model {model} has {len(pids)} engine processes, not one")
@@ -210,7 +210,7 @@ class Server:
     def load(self, model: str) -> None:
         """Load a model, or load it again; no other user can read its shared memory then. Raises BiremeError."""
         self.admin.load(model)
-        self.run.shut_shared_memory()
+        self.run_folder.shut_shared_memory()
 
     def metrics_text(self) -> str:
         return self.admin.metrics_text()
@@ -285,8 +285,8 @@ class Server:
 
     def _own_environment(self) -> dict[str, str]:
         own = {
-            "BIREME_RUN_DIR": str(self.run.path),
-            "BIREME_SHM_PREFIX": self.run.shm_prefix,
+            "BIREME_RUN_DIR": str(self.run_folder.path),
+            "BIREME_SHM_PREFIX": self.run_folder.shm_prefix,
             "BIREME_GRPC": self.grpc,
             "BIREME_BLS_THREADS": str(self.options.bls_threads),
             "BIREME_BLS_SPARE_THREADS": str(self.options.bls_spare_threads),
@@ -310,7 +310,7 @@ class Server:
             f"--exit-timeout-secs={options.exit_timeout_s}",
             *self._restrictions(),
             *(options.grpc_tls.server_flags() if options.grpc_tls is not None else ()),
-            f"--backend-config=python,shm-region-prefix-name={self.run.shm_prefix}",
+            f"--backend-config=python,shm-region-prefix-name={self.run_folder.shm_prefix}",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
         ]
 
@@ -359,7 +359,7 @@ class Server:
                 self.kill()
                 raise ServerStartError(self._failure(f"tritonserver was not ready within {timeout_s:.0f} s"))
         self.note_members()
-        self.run.shut_shared_memory()
+        self.run_folder.shut_shared_memory()
 
     def _failure(self, what: str) -> str:
         failed = failed_models(list(self._tail))
@@ -411,19 +411,19 @@ def start_server(
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, override)
-    run = RunFolder()
+    run_folder = RunFolder()
     environment = {"BIREME_RECIPE": recipe.folder, "BIREME_OVERRIDE": override, **(env or {})}
     try:
         if repositories is None:
-            repositories = (run.path / "models",)
+            repositories = (run_folder.path / "models",)
             link_models(repositories[0], recipe)
         options = ServerOptions(
             repositories=repositories, ports=ports or free_ports(), models=models, environment=environment,
             arguments=arguments, allow_client_shm=allow_client_shm, grpc_tls=GrpcTls.of(recipe),
         )  # fmt: skip
-        server = Server(options, run, log_path=run.path / "tritonserver.log")
+        server = Server(options, run_folder, log_path=run_folder.path / "tritonserver.log")
         with server:
             server.start(timeout_s)
             yield server
     finally:
-        run.remove()
+        run_folder.remove()

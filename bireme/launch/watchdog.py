@@ -150,7 +150,7 @@ class StubWatchdog:
     def _is_worn(self, pid: int) -> bool:
         """Whether a stub asks to be replaced: too many of its threads are lost (triton/bls.py)."""
         with contextlib.suppress(OSError):  # this process has no descriptor left
-            if (reader := PulseReader.open(self._server.run.shm_prefix, pid)) is not None:
+            if (reader := PulseReader.open(self._server.run_folder.shm_prefix, pid)) is not None:
                 with contextlib.closing(reader):
                     return reader.is_worn()
         return False
@@ -158,7 +158,8 @@ class StubWatchdog:
     def _end_replaced(self, now: float) -> None:
         """End stubs that were replaced, once they have had no request for a while."""
         for stub in list(self._idle_since):
-            reader = PulseReader.open(self._server.run.shm_prefix, stub[0]) if processes.survivors([stub]) else None
+            prefix = self._server.run_folder.shm_prefix
+            reader = PulseReader.open(prefix, stub[0]) if processes.survivors([stub]) else None
             if reader is None:  # it has ended, or does not say whether it is idle
                 del self._idle_since[stub]
                 continue
@@ -180,7 +181,7 @@ class StubWatchdog:
 
     def _heal_later(self, model: str, state: StubState, cause: str) -> None:
         owners = {name: owner for owner, other in self._states.items() for name in other.names}
-        state.loading = LoadingStubs(self._server.pid, owners, self._server.run.shm_prefix)
+        state.loading = LoadingStubs(self._server.pid, owners, self._server.run_folder.shm_prefix)
         state.is_healing = True
         self._console.event("healing", "warning", model=model, cause=cause, pid=_shown(state))
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import own_address
 from bireme.discovery.view import discover
 from bireme.errors import UnavailableError
 from bireme.pipelines.routing import make_router
@@ -32,8 +33,8 @@ def make_services(
             raise UnavailableError(f"{context.model_name}: no way to call other models")
         tls, stall_timeout_s = GrpcTls.of(recipe), recipe.pipeline.stall_timeout_s
         workers = Workers(GrpcChannel(tls=tls), stall_timeout_s, context.metrics, context.call_async, tls)
-        folder = run.run_dir()
+        folder = run_folder.locate()
         services = Services(recipe, workers, make_router(recipe, context.metrics, folder), context.metrics)
-        services.follow(discover(recipe, run.own_address(), folder, context.metrics))
+        services.follow(discover(recipe, own_address(), folder, context.metrics))
         return services, tokenizer
     return Services(recipe, workers, make_router(recipe, context.metrics), context.metrics), tokenizer

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from bireme.config import Recipe
-from bireme.discovery import run
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord
 from bireme.kv import hashing
 from bireme.kv.placement import Hashes, HashPrompt, RoutingRequest, WorkerFollower
 from bireme.kv.router import WorkerRouter
@@ -20,11 +20,11 @@ from bireme.metrics import Registry
 def make_router(recipe: Recipe, metrics: Registry, folder: Path | None = None) -> WorkerRouter:
     """Return a router over the recipe's workers, until it is told of others.
 
-    `folder`: the run directory, with the key without which workers' events and load can't be read; None: the key is
+    `folder`: the run folder, with the key without which workers' events and load can't be read; None: the key is
     BIREME_KEY, else the router knows what it has sent itself. Where it counts what workers hold, this loads the index,
     which takes a second where numba is installed. Raises ConfigError for a key that is none.
     """
-    key = run.deployment_key(folder or Path()) if folder is not None or os.environ.get("BIREME_KEY") else None
+    key = run_folder.deployment_key(folder or Path()) if folder is not None or os.environ.get("BIREME_KEY") else None
     holdings, hash_prompt, loads = None, None, None
     followers: list[WorkerFollower] = []
     if recipe.has_kv_routing:

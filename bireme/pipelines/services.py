@@ -15,7 +15,7 @@ from typing import Any
 
 from bireme.canary_mark import is_canary
 from bireme.config import Recipe
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.discovery.view import Discovery
 from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.router import WorkerRouter

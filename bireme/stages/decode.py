@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import NotFoundError, RequestError
 from bireme.request import read_tensors
@@ -47,7 +47,7 @@ class Decode(EngineStage[EngineClient]):
         await super().start(context)
         limit = context.recipe.limits.max_bus_buffer_bytes
         self._bus = TokenBus(
-            context.model_name, self._engine, limit, context.metrics, run.deployment_key(run.run_dir())
+            context.model_name, self._engine, limit, context.metrics, run_folder.deployment_key(run_folder.locate())
         )
         self._bus.start()
         self._asks = AbortAsks(self._engine, self._names)
@@ -120,14 +120,14 @@ class Decode(EngineStage[EngineClient]):
         self._check_ready()
         self._names.reserve(request.request_id)
         try:
-            run = EngineRun(self._engine)
+            engine_run = EngineRun(self._engine)
             sampling = request.engine.sampling
             detokenizer = self._tokenizer.detokenizer(sampling.skip_special_tokens)
-            stream = TextStream(detokenizer, sampling, send, run.done, run.abort)
+            stream = TextStream(detokenizer, sampling, send, engine_run.done, engine_run.abort)
             stream.replay(_resumed(request))
-            run.submit(request.engine, stream)
-            self._names.bind(request.request_id, run.number)
-            finish = await run.wait(cancelled)
+            engine_run.submit(request.engine, stream)
+            self._names.bind(request.request_id, engine_run.number)
+            finish = await engine_run.wait(cancelled)
         finally:
             self._names.forget(request.request_id)
         if not stream.finish_reason:

@@ -83,10 +83,10 @@ class Embedding(EngineStage[EngineClient]):
     async def _embed(self, request: EmbedRequest, request_id: str, cancelled: Cancelled) -> dict[str, Array]:
         self._names.reserve(request_id)
         try:
-            run = EngineRun(self._engine)
-            run.submit(request, EncodeSink(run.done))
-            self._names.bind(request_id, run.number)
-            finish = await run.wait(cancelled)
+            engine_run = EngineRun(self._engine)
+            engine_run.submit(request, EncodeSink(engine_run.done))
+            self._names.bind(request_id, engine_run.number)
+            finish = await engine_run.wait(cancelled)
         finally:
             self._names.forget(request_id)
         if finish.reason != "stop":

@@ -33,10 +33,10 @@ async def run_encode(
     """Return the answer. Raises its error; a client that goes away stops the encode."""
     names.reserve(request_id)
     try:
-        run = EngineRun(engine)
-        run.submit(request, EncodeSink(run.done))
-        names.bind(request_id, run.number)
-        finish = await run.wait(cancelled)
+        engine_run = EngineRun(engine)
+        engine_run.submit(request, EncodeSink(engine_run.done))
+        names.bind(request_id, engine_run.number)
+        finish = await engine_run.wait(cancelled)
     finally:
         names.forget(request_id)
     if finish.reason != "stop":
@@ -44,7 +44,7 @@ async def run_encode(
     if finish.encoded is None:
         raise BiremeError("the engine's answer has no embeddings; run the same build on both sides")
     if cancelled:
-        run.abort()  # nobody will fetch them
+        engine_run.abort()  # nobody will fetch them
     return decode_answer(finish.encoded)
 
 

@@ -80,17 +80,17 @@ class Prefill(EngineStage[EngineClient]):
 
     async def _run(self, request: StageRequest, cancelled: Cancelled) -> _FirstToken:
         """Return the sink, finished well. Raises the request's error."""
-        run = EngineRun(self._engine)
-        sink = _FirstToken(run)
-        run.submit(msgspec.structs.replace(request.engine, request_type="context_only"), sink)
-        self._names.bind(request.request_id, run.number)
-        sink.ending = await run.wait(cancelled)
+        engine_run = EngineRun(self._engine)
+        sink = _FirstToken(engine_run)
+        engine_run.submit(msgspec.structs.replace(request.engine, request_type="context_only"), sink)
+        self._names.bind(request.request_id, engine_run.number)
+        sink.ending = await engine_run.wait(cancelled)
         if sink.ending.reason not in ("stop", "length", "not_finished"):
             raise failure_of(sink.ending)
         if sink.ending.disaggregated_params is None:
             raise BiremeError("prefill: the engine made no disaggregated_params")
         if cancelled:
-            run.abort()  # nobody will claim the lease
+            engine_run.abort()  # nobody will claim the lease
             raise RequestCancelledError("the client is gone")
         return sink
 
@@ -117,8 +117,8 @@ class Prefill(EngineStage[EngineClient]):
 class _FirstToken:
     """Sink of one prefill; called on the engine client's thread."""
 
-    def __init__(self, run: EngineRun) -> None:
-        self._run = run
+    def __init__(self, engine_run: EngineRun) -> None:
+        self._engine_run = engine_run
         self.tokens: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.ending: Finish | None = None
@@ -134,7 +134,7 @@ class _FirstToken:
             self.prompt_logprobs = [*(self.prompt_logprobs or ()), *prompt_logprobs]
 
     def finish(self, finish: Finish) -> None:
-        self._run.done(finish)
+        self._engine_run.done(finish)
 
     def answer(self) -> TensorResponse:
         finish = self.ending

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.discovery.store import Refused, StoreError
 
 KEY = b"k" * 32  # of the deployment

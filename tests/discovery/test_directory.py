@@ -7,7 +7,7 @@ import pytest
 
 from bireme.config import DiscoveryConfig
 from bireme.discovery.directory import DirectoryStore
-from bireme.discovery.signed import seal_record
+from bireme.discovery.records import seal_record
 from bireme.discovery.store import NameTakenError, StoreError
 from tests.discovery.conftest import KEY, by_id, odd_entry, record
 

@@ -7,8 +7,9 @@ import pytest
 
 from bireme.config import DiscoveryConfig, Recipe
 from bireme.conversion import convert
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.discovery.directory import DirectoryStore
+from bireme.discovery.records import key_id
 from bireme.discovery.store import parse_address, with_discovery
 from bireme.discovery.view import OwnWorkers, WorkerView, admit, discover
 from bireme.errors import ConfigError
@@ -39,11 +40,11 @@ def test_own_workers_are_known_by_their_records(tmp_path, until):
     views = []
     view = discover(recipe(discovery={}), "a:8001", tmp_path)
     view.watch(views.append)
-    run.publish(tmp_path, record(event_endpoint="tcp://x"))
+    run_folder.publish(tmp_path, record(event_endpoint="tcp://x"))
     until(lambda: views[-1]["decode"].event_endpoint == "tcp://x")
-    run.publish(tmp_path, record(state="draining"))
+    run_folder.publish(tmp_path, record(state="draining"))
     until(lambda: views[-1]["decode"].is_draining)
-    run.withdraw(tmp_path, "decode")
+    run_folder.withdraw(tmp_path, "decode")
     until(lambda: views[-1]["decode"].life == 0)
     view.stop()
 
@@ -108,7 +109,7 @@ def test_strangers_in_a_shared_folder_are_refused_and_the_others_serve(tmp_path,
     config = DiscoveryConfig(backend="directory", folder=str(tmp_path / "shared"))
     writer, own = DirectoryStore(config, KEY), tmp_path / "own"
     own.mkdir()
-    run.publish(own, record(server="a:8001", launch="own launch"))
+    run_folder.publish(own, record(server="a:8001", launch="own launch"))
     strangers = {
         kind: msgspec.structs.replace(REFUSALS[kind][0], server=f"{kind}:1") for kind in ("model", "key", "block")
     }
@@ -191,11 +192,11 @@ def test_an_address_comes_over_the_recipe_s_block():
 
 
 def test_a_launch_and_a_worker_of_it_are_asked_to_drain_apart(tmp_path):
-    run.ask_drain(tmp_path, "decode_1")
-    assert run.is_draining(tmp_path, "decode_1") and not run.is_draining(tmp_path)
-    run.ask_drain(tmp_path, "decode_1", undo=True)
-    assert not run.is_draining(tmp_path, "decode_1") and os.listdir(tmp_path) == []
+    run_folder.ask_drain(tmp_path, "decode_1")
+    assert run_folder.is_draining(tmp_path, "decode_1") and not run_folder.is_draining(tmp_path)
+    run_folder.ask_drain(tmp_path, "decode_1", undo=True)
+    assert not run_folder.is_draining(tmp_path, "decode_1") and os.listdir(tmp_path) == []
 
 
 def test_a_key_s_name_says_nothing_about_the_key():
-    assert run.key_id(b"a" * 16) != run.key_id(b"b" * 16) and len(run.key_id(b"a" * 16)) == 16
+    assert key_id(b"a" * 16) != key_id(b"b" * 16) and len(key_id(b"a" * 16)) == 16

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from bireme.config import CacheTransceiverConfig
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.engines.torch.embedding_pool import EmbeddingPool
 from bireme.engines.torch.tensor_rows import TensorRows, layout_of
 from bireme.kv.transfer import MAPPED, create_transfer
@@ -155,8 +156,8 @@ def make_share(
     pool = EmbeddingPool(pool_bytes, DTYPE, options.hidden, device) if pool_bytes else None
     share = EmbeddingShare(transfer, worker, 1)
     share.start(layout_of("model", DTYPE, options.hidden), pool)
-    address = {"pid": os.getpid(), "host": run.host_id(), "transfer_endpoint": share.endpoint}
-    run.publish(folder, run.WorkerRecord(worker=worker, life=1, **address))
+    address = {"pid": os.getpid(), "host": host_id(), "transfer_endpoint": share.endpoint}
+    run_folder.publish(folder, WorkerRecord(worker=worker, life=1, **address))
     return share, pool
 
 

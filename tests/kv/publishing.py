@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.kv.events import EventBuffer, StoredBlock
 from bireme.kv.hashing import event_seed, sequence_hashes
 from bireme.kv.publisher import KvPublisher

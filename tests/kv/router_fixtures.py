@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bireme.config import RouterConfig, RoutingMode
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.kv.event_wire import WorkerLoad
 from bireme.kv.events import DEVICE, DISK, HOST
 from bireme.kv.hashing import event_seed, sequence_hashes

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.kv import feed
 from bireme.kv.event_wire import LOAD_TOPIC, LoadReport, WorkerLoad, encode_payload
 from bireme.kv.feed import KvFeed

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import RequestError, UnavailableError
 from bireme.kv.events import DISK, HOST
 from bireme.kv.router import DOWN_S, draw_cost

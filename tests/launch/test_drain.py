@@ -2,7 +2,8 @@
 
 import pytest
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord
 from bireme.launch.run_folder import RunFolder
 from tools import drain
 
@@ -15,7 +16,7 @@ def launch(tmp_path, monkeypatch):
 
     def make():
         made.append(RunFolder())
-        run.publish(made[-1].path, run.WorkerRecord(worker="decode_1"))
+        run_folder.publish(made[-1].path, WorkerRecord(worker="decode_1"))
         return made[-1].path
 
     yield make
@@ -25,9 +26,9 @@ def launch(tmp_path, monkeypatch):
 
 def test_the_only_launch_is_meant(launch, capsys):
     folder = launch()
-    assert drain.main(["decode_1"]) == 0 and run.is_draining(folder, "decode_1")
+    assert drain.main(["decode_1"]) == 0 and run_folder.is_draining(folder, "decode_1")
     assert "decode_1 drains" in capsys.readouterr().out
-    assert drain.main(["decode_1", "--undo"]) == 0 and not run.is_draining(folder, "decode_1")
+    assert drain.main(["decode_1", "--undo"]) == 0 and not run_folder.is_draining(folder, "decode_1")
 
 
 def test_of_several_launches_one_must_be_named(launch, capsys):
@@ -35,7 +36,7 @@ def test_of_several_launches_one_must_be_named(launch, capsys):
     assert drain.main(["decode_1"]) == drain.WRONG
     assert str(first) in capsys.readouterr().err
     assert drain.main(["decode_1", "--run-folder", str(second)]) == 0
-    assert run.is_draining(second, "decode_1") and not run.is_draining(first, "decode_1")
+    assert run_folder.is_draining(second, "decode_1") and not run_folder.is_draining(first, "decode_1")
 
 
 def test_a_worker_that_is_not_there_is_named(launch, capsys):
@@ -47,10 +48,10 @@ def test_a_worker_that_is_not_there_is_named(launch, capsys):
 def test_a_drained_worker_whose_server_is_started_again_stays_drained_until_that_is_undone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = RunFolder()
-    run.publish(folder.path, run.WorkerRecord(worker="decode_1"))
+    run_folder.publish(folder.path, WorkerRecord(worker="decode_1"))
     drain.main(["decode_1"])
     folder.clear()
-    assert run.is_draining(folder.path, "decode_1")
-    run.publish(folder.path, run.WorkerRecord(worker="decode_1", state="draining"))  # its next engine's
-    assert drain.main(["decode_1", "--undo"]) == 0 and not run.is_draining(folder.path, "decode_1")
+    assert run_folder.is_draining(folder.path, "decode_1")
+    run_folder.publish(folder.path, WorkerRecord(worker="decode_1", state="draining"))  # its next engine's
+    assert drain.main(["decode_1", "--undo"]) == 0 and not run_folder.is_draining(folder.path, "decode_1")
     folder.remove()

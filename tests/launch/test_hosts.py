@@ -25,8 +25,8 @@ def launch(request, ipv6):
     ports = [f"--{name}-port={free_port()}" for name in ("http", "grpc", "metrics", "health", "openai")]
     hosts = [f"--{name}={request.param}" for name in ("host", "triton-host", "health-host")]
     options = serve.parse(["recipes/mocker", *hosts, *ports, "--canary-interval", "0.5"])
-    run = RunFolder()
-    with Deployment(serve.settings_of(options, run), Console("warning"), run) as launch:
+    run_folder = RunFolder()
+    with Deployment(serve.settings_of(options, run_folder), Console("warning"), run_folder) as launch:
         yield launch
 
 

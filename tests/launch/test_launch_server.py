@@ -64,7 +64,7 @@ def test_models_load_and_unload_with_the_key(server):
 
 def test_regions_of_a_model_that_is_not_ours_are_shut_once_it_is_loaded(server):
     for _ in range(2):
-        paths = list(SHM.glob(f"{server.run.shm_prefix}*"))
+        paths = list(SHM.glob(f"{server.run_folder.shm_prefix}*"))
         assert paths and [path.name for path in paths if path.stat().st_mode & 0o077] == []
         server.admin.unload("echo")
         server.load("echo")
@@ -89,12 +89,12 @@ def test_stopping_leaves_no_process_no_shared_memory_and_no_folder(tmp_path, rec
     repository = make_repository(tmp_path)
     with start_server(recipe, ports=free_ports(), repositories=(repository,)) as server:
         members = [server.pid, server.stub_pid("echo")]
-        run = server.run
-        assert list(SHM.glob(f"{run.shm_prefix}*"))
+        run_folder = server.run_folder
+        assert list(SHM.glob(f"{run_folder.shm_prefix}*"))
     assert server.returncode == 0
     assert not any(processes.is_alive(pid) for pid in members)
-    assert not list(SHM.glob(f"{run.shm_prefix}*"))
-    assert not run.path.exists()
+    assert not list(SHM.glob(f"{run_folder.shm_prefix}*"))
+    assert not run_folder.path.exists()
 
 
 @pytest.mark.flaky(reruns=1)

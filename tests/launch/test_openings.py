@@ -19,9 +19,11 @@ OPEN = "0.0.0.0"
 def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("BIREME_KEY", "ab" * 32)
     monkeypatch.delenv("BIREME_API_KEYS", raising=False)
-    run = RunFolder(tmp_path / "base")
-    yield lambda *options: serve.settings_of(serve.parse(["recipes/mocker", "--openai-port", "9000", *options]), run)
-    run.remove()
+    run_folder = RunFolder(tmp_path / "base")
+    yield lambda *options: serve.settings_of(
+        serve.parse(["recipes/mocker", "--openai-port", "9000", *options]), run_folder
+    )
+    run_folder.remove()
 
 
 def test_host_opens_the_openai_port_alone(settings):

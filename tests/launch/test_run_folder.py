@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from bireme.discovery import run as discovery
 from bireme.discovery.pulse import PulseReader, own_pulse, pulse_path
+from bireme.discovery.run_folder import ask_drain, ask_sleep
 from bireme.errors import ConfigError
 from bireme.launch.run_folder import SHM, RunFolder, sweep_stale
 
 KILLED_OWNER = """
 import os, pathlib, signal, sys
 from bireme.launch.run_folder import RunFolder
-run = RunFolder(pathlib.Path(sys.argv[1]))
-pathlib.Path("/dev/shm", run.shm_prefix + "left").touch()
-print(run.path, flush=True)
+run_folder = RunFolder(pathlib.Path(sys.argv[1]))
+pathlib.Path("/dev/shm", run_folder.shm_prefix + "left").touch()
+print(run_folder.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -29,9 +29,9 @@ COMES_AND_GOES = """
 import pathlib, sys
 from bireme.launch.run_folder import RunFolder
 for _ in range(40):
-    run = RunFolder(pathlib.Path(sys.argv[1]))
-    assert (run.path / "lock").is_file()
-    run.remove()
+    run_folder = RunFolder(pathlib.Path(sys.argv[1]))
+    assert (run_folder.path / "lock").is_file()
+    run_folder.remove()
 """
 
 
@@ -64,71 +64,71 @@ def test_a_base_that_is_no_folder_is_refused(tmp_path):
 
 
 def test_a_run_folder_is_private(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
-    assert stat.S_IMODE(run.path.parent.stat().st_mode) == 0o700
-    run.remove()
+    run_folder = RunFolder(tmp_path / "base")
+    assert stat.S_IMODE(run_folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run_folder.path.parent.stat().st_mode) == 0o700
+    run_folder.remove()
 
 
 def test_removing_takes_shared_memory_along(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    (SHM / f"{run.shm_prefix}region").touch()
-    run.remove()
-    assert not list(SHM.glob(f"{run.shm_prefix}*")) and not run.path.exists()
+    run_folder = RunFolder(tmp_path / "base")
+    (SHM / f"{run_folder.shm_prefix}region").touch()
+    run_folder.remove()
+    assert not list(SHM.glob(f"{run_folder.shm_prefix}*")) and not run_folder.path.exists()
 
 
 def test_clearing_keeps_the_folder_and_its_lock(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    (run.path / "models").mkdir()
-    (run.path / "key").touch()
-    run.clear()
-    assert [path.name for path in run.path.iterdir()] == ["lock"]
-    assert sweep_stale(run.path.parent) == []
-    run.remove()
+    run_folder = RunFolder(tmp_path / "base")
+    (run_folder.path / "models").mkdir()
+    (run_folder.path / "key").touch()
+    run_folder.clear()
+    assert [path.name for path in run_folder.path.iterdir()] == ["lock"]
+    assert sweep_stale(run_folder.path.parent) == []
+    run_folder.remove()
 
 
 def test_a_process_that_outlives_a_server_keeps_its_pulse_to_the_end_of_the_launch(tmp_path, monkeypatch):
-    run = RunFolder(tmp_path / "base")
-    monkeypatch.setenv("BIREME_SHM_PREFIX", run.shm_prefix)
-    pulse, left = own_pulse(), pulse_path(run.shm_prefix, os.getppid())
-    reader = PulseReader.open(run.shm_prefix, os.getpid())
+    run_folder = RunFolder(tmp_path / "base")
+    monkeypatch.setenv("BIREME_SHM_PREFIX", run_folder.shm_prefix)
+    pulse, left = own_pulse(), pulse_path(run_folder.shm_prefix, os.getppid())
+    reader = PulseReader.open(run_folder.shm_prefix, os.getpid())
     left.touch()  # of a process of the former server; another one has its pid now
-    assert run.sweep_shared_memory() == [left.name]
-    run.clear()
+    assert run_folder.sweep_shared_memory() == [left.name]
+    run_folder.clear()
     pulse.beat()
     assert reader.count() == 2
-    run.remove()
+    run_folder.remove()
     assert reader.count() is None
     reader.close()
 
 
 def test_clearing_keeps_what_workers_were_told_but_not_that_the_launch_ends(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    discovery.ask_drain(run.path)
-    discovery.ask_drain(run.path, "decode_1")
-    discovery.ask_sleep(run.path, "prefill")
-    run.clear()
-    assert sorted(path.name for path in run.path.iterdir()) == ["decode_1.drain", "lock", "prefill.sleep"]
-    run.remove()
+    run_folder = RunFolder(tmp_path / "base")
+    ask_drain(run_folder.path)
+    ask_drain(run_folder.path, "decode_1")
+    ask_sleep(run_folder.path, "prefill")
+    run_folder.clear()
+    assert sorted(path.name for path in run_folder.path.iterdir()) == ["decode_1.drain", "lock", "prefill.sleep"]
+    run_folder.remove()
 
 
 def test_responses_of_the_frontend_outlive_a_server(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    (run.path / "responses").mkdir()
-    run.clear()
-    assert sorted(path.name for path in run.path.iterdir()) == ["lock", "responses"]
-    run.remove()
-    assert not run.path.exists()
+    run_folder = RunFolder(tmp_path / "base")
+    (run_folder.path / "responses").mkdir()
+    run_folder.clear()
+    assert sorted(path.name for path in run_folder.path.iterdir()) == ["lock", "responses"]
+    run_folder.remove()
+    assert not run_folder.path.exists()
 
 
 def test_what_a_killed_owner_left_is_swept_by_the_next_launch(tmp_path):
     base = tmp_path / "base"
     killed = subprocess.run([sys.executable, "-c", KILLED_OWNER, base], capture_output=True, text=True, timeout=60)
     left = killed.stdout.strip()
-    run = RunFolder(base)
+    run_folder = RunFolder(base)
     assert not list(SHM.glob(f"bireme_{left.rpartition('/')[2]}_*"))
-    assert [path for path in base.iterdir() if path.is_dir()] == [run.path]
-    run.remove()
+    assert [path for path in base.iterdir() if path.is_dir()] == [run_folder.path]
+    run_folder.remove()
 
 
 def test_a_folder_in_use_is_not_swept(tmp_path):
@@ -147,50 +147,50 @@ def test_a_base_that_is_a_link_is_refused(tmp_path):
 
 
 def test_what_somebody_deletes_is_there_again_and_locked(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    (run.path / "models" / "decode").mkdir(parents=True)
-    (run.path / "models" / "decode" / "1").symlink_to("/elsewhere")
-    (run.path / "models" / "decode" / "config.pbtxt").write_text("backend")
-    run.remember()
-    assert run.restore() == 0
-    shutil.rmtree(run.path.parent)
-    assert run.restore() == 3 and stat.S_IMODE(run.path.stat().st_mode) == 0o700
-    assert (run.path / "models" / "decode" / "1").readlink() == Path("/elsewhere")
-    assert (run.path / "models" / "decode" / "config.pbtxt").read_text() == "backend"
-    assert sweep_stale(run.path.parent) == []
-    run.remove()
+    run_folder = RunFolder(tmp_path / "base")
+    (run_folder.path / "models" / "decode").mkdir(parents=True)
+    (run_folder.path / "models" / "decode" / "1").symlink_to("/elsewhere")
+    (run_folder.path / "models" / "decode" / "config.pbtxt").write_text("backend")
+    run_folder.remember()
+    assert run_folder.restore() == 0
+    shutil.rmtree(run_folder.path.parent)
+    assert run_folder.restore() == 3 and stat.S_IMODE(run_folder.path.stat().st_mode) == 0o700
+    assert (run_folder.path / "models" / "decode" / "1").readlink() == Path("/elsewhere")
+    assert (run_folder.path / "models" / "decode" / "config.pbtxt").read_text() == "backend"
+    assert sweep_stale(run_folder.path.parent) == []
+    run_folder.remove()
 
 
 def test_a_deleted_folder_is_cleared_for_the_next_server_all_the_same(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    (run.path / "recipe" / "mine").mkdir(parents=True)
-    (run.path / "recipe" / "mine" / "recipe.yaml").write_text("{}")
-    (run.path / "models").mkdir()
-    (run.path / "models" / "file").touch()
-    run.remember()
-    shutil.rmtree(run.path)
-    run.clear()
-    assert sorted(path.name for path in run.path.iterdir()) == ["lock", "recipe"]
-    assert (run.path / "recipe" / "mine" / "recipe.yaml").read_text() == "{}"
-    run.remove()
+    run_folder = RunFolder(tmp_path / "base")
+    (run_folder.path / "recipe" / "mine").mkdir(parents=True)
+    (run_folder.path / "recipe" / "mine" / "recipe.yaml").write_text("{}")
+    (run_folder.path / "models").mkdir()
+    (run_folder.path / "models" / "file").touch()
+    run_folder.remember()
+    shutil.rmtree(run_folder.path)
+    run_folder.clear()
+    assert sorted(path.name for path in run_folder.path.iterdir()) == ["lock", "recipe"]
+    assert (run_folder.path / "recipe" / "mine" / "recipe.yaml").read_text() == "{}"
+    run_folder.remove()
 
 
 @pytest.mark.flaky(reruns=1)
 def test_a_process_of_the_launch_that_was_stopped_does_not_survive_it(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    environment = os.environ | {"BIREME_SHM_PREFIX": run.shm_prefix}
+    run_folder = RunFolder(tmp_path / "base")
+    environment = os.environ | {"BIREME_SHM_PREFIX": run_folder.shm_prefix}
     with subprocess.Popen(["sleep", "600"], env=environment) as stopped:
         stopped.send_signal(signal.SIGSTOP)
-        run.remove()
+        run_folder.remove()
         assert stopped.wait(20) == -signal.SIGKILL
 
 
 def test_cleaners_that_ask_for_a_lock_or_go_by_age_leave_the_folder_alone(tmp_path):
-    run = RunFolder(tmp_path / "base")
-    (run.path / "decode.json").touch()
-    os.utime(run.path / "decode.json", (1.0, 1.0))
-    run.touch()
-    assert (run.path / "decode.json").stat().st_mtime > 1.0
-    asked = subprocess.run(["flock", "--nonblock", "--exclusive", run.path, "true"])  # as systemd-tmpfiles asks
+    run_folder = RunFolder(tmp_path / "base")
+    (run_folder.path / "decode.json").touch()
+    os.utime(run_folder.path / "decode.json", (1.0, 1.0))
+    run_folder.touch()
+    assert (run_folder.path / "decode.json").stat().st_mtime > 1.0
+    asked = subprocess.run(["flock", "--nonblock", "--exclusive", run_folder.path, "true"])  # as systemd-tmpfiles asks
     assert asked.returncode == 1
-    run.remove()
+    run_folder.remove()

@@ -23,13 +23,13 @@ def test_options_become_settings(tmp_path):
     (tmp_path / "model").mkdir()
     model = str(tmp_path / "model")
     options = serve.parse(["--model", model, "--disaggregated", "--http-port", "23390", "--openai-port", "9000"])
-    run = RunFolder(tmp_path / "base")
-    settings = serve.settings_of(options, run)
+    run_folder = RunFolder(tmp_path / "base")
+    settings = serve.settings_of(options, run_folder)
     assert settings.ports.http == 23390 and set(settings.recipe.workers) == {"prefill", "decode"}
     assert settings.frontend is not None and settings.frontend.grpc == "127.0.0.1:8001"
-    run.clear()  # for another life of the server, which needs the recipe as well
+    run_folder.clear()  # for another life of the server, which needs the recipe as well
     assert load_recipe(settings.recipe.folder) == settings.recipe
-    run.remove()
+    run_folder.remove()
 
 
 def test_client_shared_memory_is_off_unless_asked_for(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from bireme.config import Recipe
 from bireme.conversion import convert
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import ConfigError, UnavailableError
 from bireme.metrics import Registry
 from bireme.openai import __main__ as program

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bireme.canary_mark import new_mark
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import UnavailableError
 from bireme.workers.base import UnreachableError
 from bireme.workers.fake import token_at

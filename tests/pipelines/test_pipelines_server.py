@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.errors import UnavailableError
 from bireme.workers.client import Workers
 from bireme.workers.grpc import GrpcChannel
@@ -74,7 +74,7 @@ async def test_workers_of_a_frontend_are_checked_until_one_is_lost(server):
     workers = Workers(GrpcChannel(server.grpc), 10.0)
     for worker in ("prefill", "decode"):
         await workers.check(worker)
-    os.kill(run.find(server.run.path, "prefill").pid, signal.SIGKILL)
+    os.kill(run_folder.find(server.run_folder.path, "prefill").pid, signal.SIGKILL)
     with pytest.raises(UnavailableError):
         while True:
             await asyncio.wait_for(workers.check("prefill"), 20)
@@ -108,7 +108,7 @@ def test_stream_of_a_killed_engine_goes_on_exactly(server, client):
         tokens += answer["output_ids"]
         text += answer["text_output"]
         if not is_killed and len(tokens) > 4:
-            os.kill(run.find(server.run.path, "decode").pid, signal.SIGKILL)
+            os.kill(run_folder.find(server.run_folder.path, "decode").pid, signal.SIGKILL)
             is_killed = True
     assert (tokens, text) == (expected["output_ids"], expected["text_output"])
 

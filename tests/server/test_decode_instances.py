@@ -8,7 +8,7 @@ import signal
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from bireme.discovery.run import ask_sleep, wake
+from bireme.discovery.run_folder import ask_sleep, wake
 from bireme.engines.mocker.tokens import expected_tokens, printable_ids
 from bireme.launch import free_ports, processes
 from bireme.launch.canaries import CanarySettings
@@ -38,7 +38,7 @@ def deployment(sample_model, write_recipe):
     )
     with supervised(settings) as running:
         yield running
-        broker = processes.broker(running.server.run.path, "decode")
+        broker = processes.broker(running.server.run_folder.path, "decode")
     until(lambda: not processes.is_alive(broker), 10, "the broker's end with its server's")
 
 
@@ -147,12 +147,12 @@ def test_streams_of_pipelines_outlive_the_stub_of_their_subscription(deployment,
 
 def test_a_worker_of_several_stubs_sleeps_and_is_woken(deployment, right):
     server = deployment.server
-    broker = processes.broker(server.run.path, "decode")
-    ask_sleep(server.run.path, "decode")
+    broker = processes.broker(server.run_folder.path, "decode")
+    ask_sleep(server.run_folder.path, "decode")
     until(lambda: deployment.health()["workers"]["decode"]["reason"] == "asleep", 30, "readiness says so")
     assert processes.engines(broker) == []
     until(lambda: "decode is asleep" in refusal(server), 10, "each stub knows why")
-    assert wake(server.run.path, "decode")
+    assert wake(server.run_folder.path, "decode")
     until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
     assert start(server).join() == right
 
@@ -167,6 +167,7 @@ def test_a_killed_engine_is_started_again_for_all_stubs(deployment, right):
     server = deployment.server
     engine = server.engine_pid("decode")
     os.kill(engine, signal.SIGKILL)
-    until(lambda: processes.engines(processes.broker(server.run.path, "decode")) not in ([], [engine]), 20, "another")
+    folder = server.run_folder.path
+    until(lambda: processes.engines(processes.broker(folder, "decode")) not in ([], [engine]), 20, "another")
     until(lambda: deployment.health()["status"] == "ready", 30, "ready again")
     assert start(server).join() == right

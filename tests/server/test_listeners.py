@@ -70,13 +70,13 @@ def launch(before, case, sample_model, tmp_path_factory):
     options = [word.replace("SHARED", str(shared)) for word in CASES[case][0]]
     hosts = [f"{option}={host}" for option, host in HOSTS.items() if option.startswith("--")]
     ports = [f"--{name}-port={free_port()}" for name in PORTS]
-    run = RunFolder()
+    run_folder = RunFolder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BIREME_KEY", "ab" * 32)
         if "shared" in case:
             patch.setenv("UCX_NET_DEVICES", "lo")
-        settings = serve.settings_of(serve.parse(["recipes/tiny", *options, *hosts, *ports]), run)
-        with Deployment(settings, Console("warning"), run) as launch:
+        settings = serve.settings_of(serve.parse(["recipes/tiny", *options, *hosts, *ports]), run_folder)
+        with Deployment(settings, Console("warning"), run_folder) as launch:
             yield launch
             launch.kill()
 

@@ -44,12 +44,12 @@ def launch(sample_model, tmp_path_factory, seen):
     sample_model("llama")
     keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
     keys.write_text(f"keys:\n  - {{name: alice, sha256: {hashlib.sha256(b'key').hexdigest()}}}\n")
-    run, has_ended = RunFolder(), threading.Event()
+    run_folder, has_ended = RunFolder(), threading.Event()
     options = ["recipes/tiny", "--api-keys", str(keys), *(f"--{name}-port={free_port()}" for name in PORTS)]
     watcher = threading.Thread(target=watch, args=(seen, has_ended))
     watcher.start()
     try:
-        with Deployment(serve.settings_of(serve.parse(options), run), Console("warning"), run) as launch:
+        with Deployment(serve.settings_of(serve.parse(options), run_folder), Console("warning"), run_folder) as launch:
             yield launch
             launch.kill()
     finally:

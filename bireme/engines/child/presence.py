@@ -1,4 +1,4 @@
-"""How others find this engine process: its records in the run directory and in the store that several servers share.
+"""How others find this engine process: its records in the run folder and in the store that several servers share.
 
 Also how it finds those whose KV or embeddings it is to fetch. Nothing here is waited for: an engine serves its own
 server's clients while the store is out of reach.
@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from bireme.config import Recipe, split_worker
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.discovery.follower import Follower
+from bireme.discovery.records import WorkerRecord, own_address
 from bireme.discovery.registration import Registration
-from bireme.discovery.run import WorkerRecord
-from bireme.discovery.store import create_store
+from bireme.discovery.view import create_store
 from bireme.errors import ConfigError, NotFoundError
 
 logger = logging.getLogger("bireme.engine")
@@ -34,7 +34,7 @@ class Presence:
         self._registration: Registration | None = None
         self._peers: Follower | None = None
         if config.is_shared:
-            self.server = run.own_address()
+            self.server = own_address()
             if not self.server:
                 raise ConfigError(
                     "discovery: this server's address is not known; serve with tools/serve.py, or set BIREME_ADVERTISE"
@@ -46,23 +46,23 @@ class Presence:
 
     def publish(self, record: WorkerRecord) -> None:
         """Let the record be found from now on."""
-        is_leaving, record = run.is_draining(self._folder), self._with_state(record)
+        is_leaving, record = run_folder.is_draining(self._folder), self._with_state(record)
         if self._registration is not None:
             # A launch that ends takes nothing new from others, while its own pipelines finish what they have.
             self._registration.set(msgspec.structs.replace(record, state="draining") if is_leaving else record)
-        run.publish(self._folder, record)
+        run_folder.publish(self._folder, record)
         self._records[record.worker], self._told_leaving[record.worker] = record, is_leaving
 
     def look(self) -> None:
         """Restore records that were deleted, as cleaners of temporary files do; tell whether it drains."""
         for record in list(self._records.values()):
             try:
-                is_leaving = run.is_draining(self._folder)
+                is_leaving = run_folder.is_draining(self._folder)
                 if self._with_state(record) != record or is_leaving != self._told_leaving[record.worker]:
                     self.publish(record)
                     state = "leaving" if is_leaving else self._records[record.worker].state
                     logger.info("worker_state worker=%s state=%s", record.worker, state)
-                elif run.restore(self._folder, record):
+                elif run_folder.restore(self._folder, record):
                     logger.warning("record_restored worker=%s folder=%s", record.worker, self._folder)
             except OSError as error:  # the next look tries again
                 logger.warning("record_not_restored worker=%s error=%s", record.worker, error)
@@ -71,19 +71,19 @@ class Presence:
         """Return the record of a worker of any server. Raises NotFoundError."""
         name, server = split_worker(worker)
         if server in ("", self.server):
-            return run.find(self._folder, name)
+            return run_folder.find(self._folder, name)
         record = self._peers.records.get(worker) if self._peers is not None else None
         if record is None:
             raise NotFoundError(f"worker {worker} is not in discovery")
         return record
 
     def close(self) -> None:
-        """Leave the shared store. The run directory's records are the supervisor's to remove."""
+        """Leave the shared store. The run folder's records are the supervisor's to remove."""
         if self._registration is not None:
             self._registration.stop()
         if self._peers is not None:
             self._peers.stop()
 
     def _with_state(self, record: WorkerRecord) -> WorkerRecord:
-        is_draining = run.is_draining(self._folder, record.worker)
+        is_draining = run_folder.is_draining(self._folder, record.worker)
         return msgspec.structs.replace(record, state="draining" if is_draining else "ready")

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bireme.config import ROUTED_STAGES, KvEventsConfig, Recipe, WorkerEntry, stage_of, worker_id
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import own_address
 from bireme.discovery.view import own_record
 from bireme.engines.base import Engine, EngineContext
 from bireme.engines.child.presence import Presence
@@ -96,7 +97,7 @@ class EngineProcess:
         return 0
 
     def _load(self) -> Gate:
-        folder = run.run_dir()
+        folder = run_folder.locate()
         recipe, entry = given_recipe(self._worker)
         check_engine_config(entry)
         self._presence = presence = Presence(recipe, folder)
@@ -108,7 +109,7 @@ class EngineProcess:
         capacity = self._engine.start(self._server.emit)
         if not capacity.load_s:
             capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
-        key = run.deployment_key(folder)
+        key = run_folder.deployment_key(folder)
         plane = self._make_publisher(recipe, entry, key, capacity)
         if share is not None:  # its endpoint is known now that the engine has started it
             from bireme.multimodal.embedding_share import SUFFIX
@@ -161,15 +162,15 @@ class EngineProcess:
             own_work=self._own_work,
             hold_weights=self._hold_weights if recipe.memory_service.enabled else None,
             hold_wait_s=recipe.supervisor.start_timeout_s / 2,
-            findings_path=run.run_dir() / f"{self._worker}.findings",
+            findings_path=run_folder.locate() / f"{self._worker}.findings",
             gpu_neighbors=gpu_neighbors(recipe, self._worker),
         )
 
     def _hold_weights(self, weights: str) -> WeightsHold:
         from bireme.engines.memory.client import WeightsHold
 
-        folder = run.run_dir()
-        hold = WeightsHold(folder, run.deployment_key(folder), self._worker, weights)
+        folder = run_folder.locate()
+        hold = WeightsHold(folder, run_folder.deployment_key(folder), self._worker, weights)
         self._parts.callback(hold.close)
         return hold
 
@@ -192,7 +193,7 @@ class EngineProcess:
             metrics=ShareMetrics(self._metrics, name),
             find=self._presence.find,
             host=_host_for_others(recipe),
-            deployment_key=run.deployment_key(folder),
+            deployment_key=run_folder.deployment_key(folder),
         )
         share = EmbeddingShare(moves, worker_id(name, self._presence.server), self._life)
         self._parts.callback(share.close)
@@ -213,7 +214,7 @@ class EngineProcess:
             metrics=self._metrics,
             find=self._presence.find,
             host=_host_for_others(recipe),
-            deployment_key=run.deployment_key(folder),
+            deployment_key=run_folder.deployment_key(folder),
         )
         self._parts.callback(transfer.close)
         return transfer
@@ -246,13 +247,13 @@ class EngineProcess:
 
     def _free_weights(self) -> None:
         """Have the memory service keep nothing for this worker, if it was put to sleep so."""
-        folder = run.run_dir()
-        if not run.must_free_weights(folder, self._worker):
+        folder = run_folder.locate()
+        if not run_folder.must_free_weights(folder, self._worker):
             return
         from bireme.engines.memory.client import forget
 
         try:
-            logger.info("weights_freed bytes=%d", forget(folder, run.deployment_key(folder), self._worker))
+            logger.info("weights_freed bytes=%d", forget(folder, run_folder.deployment_key(folder), self._worker))
         except UnavailableError as error:
             logger.info("weights_not_freed reason=%s", error)
 
@@ -292,7 +293,7 @@ class EngineProcess:
 
 def _host_for_others(recipe: Recipe) -> str:
     """Return by what name or address other hosts reach this one; "": they don't."""
-    return run.own_address().rpartition(":")[0] if recipe.discovery.is_shared else ""
+    return own_address().rpartition(":")[0] if recipe.discovery.is_shared else ""
 
 
 def _model_path(recipe: Recipe, entry: WorkerEntry) -> str:

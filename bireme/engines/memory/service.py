@@ -7,7 +7,7 @@ read them, and mapped ones outlive the service.
 The first engine that asks for weights fills them, others wait until it has; if it ends before, the next one fills. A
 worker that comes with other weights than before (its checkpoint was replaced) makes the service forget the former ones,
 unless another worker used them, too. It forgets those of a worker that sleeps and is to have them freed
-(`run.must_free_weights`) likewise.
+(`run_folder.must_free_weights`) likewise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.memory.wire import (
     NONCE_BYTES,
     NUM_DESCRIPTORS,
@@ -250,7 +250,7 @@ class MemoryService:
             workers = {worker for weights in self._kept.values() for worker in weights.workers}
             workers -= {worker for weights in self._kept.values() for worker in weights.links.values()}
         for worker in workers:
-            if run.must_free_weights(self._path.parent, worker):
+            if run_folder.must_free_weights(self._path.parent, worker):
                 self._forget(worker)
 
     def _free_unused(self) -> int:
@@ -280,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.parent:
         die_with_parent(options.parent)
     start_log("memory service")
-    service = MemoryService(socket_path(options.run_dir), run.deployment_key(options.run_dir))
+    service = MemoryService(socket_path(options.run_dir), run_folder.deployment_key(options.run_dir))
     ended = threading.Event()
     with on_stop_signal(lambda number: ended.set()):
         service.start()

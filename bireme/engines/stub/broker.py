@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from bireme.config import Recipe
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.stub.broker_wire import (
     ATTACH,
     DETACH,
@@ -299,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     start_log(f"{options.worker} broker")
     recipe, _ = given_recipe(options.worker)
     os.set_inheritable(options.lock, False)
-    broker = EngineBroker(recipe, options.worker, run.run_dir(), options.lock, options.server)
+    broker = EngineBroker(recipe, options.worker, run_folder.locate(), options.lock, options.server)
     freeze_gc(collect_less=True)
     reuse_memory()
     broker.run()

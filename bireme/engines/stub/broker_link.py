@@ -17,7 +17,7 @@ import zmq
 
 from bireme.child_process import Backoff, ChildProcess
 from bireme.config import Recipe
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.stub.broker_wire import (
     ATTACH,
     DETACH,
@@ -228,7 +228,7 @@ class BrokerLink:
             self._end_life(from_message(news.error))
         elif isinstance(news, State):
             self._state = news.text
-            if run.must_sleep(self._run_dir, self._worker):
+            if run_folder.must_sleep(self._run_dir, self._worker):
                 self._has_started.set()
         elif isinstance(news, Counted):
             self._series.take(news.delta)

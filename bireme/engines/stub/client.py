@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from bireme.config import Recipe
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.stub.broker_link import BrokerLink, RemoteLife
 from bireme.engines.stub.broker_wire import SLOT_BITS, slot_of
 from bireme.engines.stub.engine_series import EngineSeries
@@ -83,7 +83,7 @@ class EngineClient:
         self._worker = worker_name
         self.metrics = metrics
         self._logger = logger
-        folder = run_dir or run.run_dir()
+        folder = run_dir or run_folder.locate()
         self._link: BrokerLink | None = None
         self._supervisor: Supervisor | BrokerLink
         if len(recipe.instances(worker_name)) > 1:

@@ -46,7 +46,7 @@ def find_python(environment: Mapping[str, str] = os.environ) -> str:
 def engine_environment(
     recipe: Recipe, worker: str, run_dir: Path, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the child's environment. The recipe's `env` wins over everything but the run directory and recipe.
+    """Return the child's environment. The recipe's `env` wins over everything but the run folder and recipe.
 
     The recipe travels whole: a restarted engine serves what its stub loaded, even if the files have changed.
     BIREME_ENGINE_PYTHON, which may be in the recipe's `env`, gives a worker an environment of its own: programs that

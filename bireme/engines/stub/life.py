@@ -22,7 +22,7 @@ import zmq
 
 from bireme import own_work
 from bireme.child_process import ChildProcess, describe_exit
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.stub.broker_wire import MAX_SOCKET_PATH
 from bireme.errors import ConfigError, NotFoundError, UnavailableError
 from bireme.kv import transfer
@@ -155,9 +155,9 @@ class Life:
         if self._own_folder is not None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
         with contextlib.suppress(NotFoundError):
-            if run.find(self._run_dir, self.worker).life == self.number:
-                run.withdraw(self._run_dir, self.worker)
-        run.withdraw(self._run_dir, self.worker + SUFFIX)
+            if run_folder.find(self._run_dir, self.worker).life == self.number:
+                run_folder.withdraw(self._run_dir, self.worker)
+        run_folder.withdraw(self._run_dir, self.worker + SUFFIX)
         return how
 
     def _bind(self, kind: int, suffix: str) -> Any:

@@ -26,7 +26,7 @@ import zmq
 
 from bireme.child_process import Backoff, has_waiting_thread, is_stopped
 from bireme.config import Recipe, SupervisorConfig
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.stub.environment import engine_environment, find_python
 from bireme.engines.stub.heartbeat import STALL_KEY, Heartbeat, Verdict
 from bireme.engines.stub.life import Life, Standby
@@ -160,14 +160,14 @@ class Supervisor:
 
     def _sleep(self) -> bool:
         """Wait while somebody wants the engine to sleep; return whether anybody did."""
-        if not run.must_sleep(self._run_dir, self._worker):
+        if not run_folder.must_sleep(self._run_dir, self._worker):
             return False
         began = time.monotonic()
         self._state = f"{self._worker} is asleep; `python tools/sleep.py {self._worker} --wake` wakes it"
         self._logger.info("engine_asleep worker=%s", self._worker)
         self._metrics.set("bireme_engine_asleep", 1)
         self._has_started.set()
-        while run.must_sleep(self._run_dir, self._worker) and not self._stopping.wait(_SLEEP_LOOK_S):
+        while run_folder.must_sleep(self._run_dir, self._worker) and not self._stopping.wait(_SLEEP_LOOK_S):
             pass
         self._metrics.set("bireme_engine_asleep", 0)
         self._logger.info("engine_woken worker=%s slept_s=%.0f", self._worker, time.monotonic() - began)
@@ -269,7 +269,7 @@ class Supervisor:
                 break
             now = time.monotonic()
             if heartbeat is None:
-                if run.must_sleep(self._run_dir, self._worker):
+                if run_folder.must_sleep(self._run_dir, self._worker):
                     self._has_drained = True
                     break
                 if now - life.began_at > limit_s:
@@ -282,7 +282,7 @@ class Supervisor:
                 pinged_at, count = now, count + 1
                 self._look_after_standby()
                 commands: list[Command] = [Ping(count)]
-                if not drained_by and run.must_sleep(self._run_dir, self._worker):
+                if not drained_by and run_folder.must_sleep(self._run_dir, self._worker):
                     drained_by, drain_end = count, now + _SLEEP_DRAIN_S
                     commands.insert(0, Drain())
                     self._logger.info("engine_drains worker=%s life=%d", self._worker, life.number)

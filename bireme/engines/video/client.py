@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from bireme.config import Recipe
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.stub.life import Life
 from bireme.engines.stub.supervisor import Supervisor
 from bireme.errors import (
@@ -75,7 +75,13 @@ class VideoClient:
         patient = msgspec.structs.replace(recipe.supervisor, stall_timeout_s=recipe.video.step_timeout_s)
         patient_recipe = msgspec.structs.replace(recipe, supervisor=patient)
         self._supervisor = Supervisor(
-            patient_recipe, worker, run_dir or run.run_dir(), self, metrics, logger, stall_key="video.step_timeout_s"
+            patient_recipe,
+            worker,
+            run_dir or run_folder.locate(),
+            self,
+            metrics,
+            logger,
+            stall_key="video.step_timeout_s",
         )
         self._lock = threading.Lock()  # guards what follows
         self._life: Life | None = None

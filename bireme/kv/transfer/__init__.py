@@ -33,7 +33,7 @@ def create_transfer(
     """Make the transfer of one engine process; not started yet. Raises ConfigError.
 
     `find`: returns the record of the worker that disaggregated_params name, or raises NotFoundError; None: all are of
-    this run directory. `host`: by what name or address other hosts reach this one, "" if none is to; those need
+    this run folder. `host`: by what name or address other hosts reach this one, "" if none is to; those need
     `deployment_key`.
     """
     from bireme.kv.transfer.leased import LeasedTransfer

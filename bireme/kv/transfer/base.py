@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from bireme.disagg import DisaggregatedParams
-from bireme.discovery.run import WorkerRecord
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,

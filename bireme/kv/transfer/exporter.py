@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from bireme.discovery.run import host_id
+from bireme.discovery.records import host_id
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,

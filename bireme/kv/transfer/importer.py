@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from bireme.disagg import DisaggregatedParams
-from bireme.discovery import run
+from bireme.discovery.records import host_id
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -143,7 +143,7 @@ class Importer:
     ) -> None:
         self._layout = layout
         self._find = find
-        self._host = run.host_id()
+        self._host = host_id()
         self._timeout_s = timeout_s
         self._backend = backend
         self._copier = copier

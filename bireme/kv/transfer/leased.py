@@ -21,7 +21,7 @@ import zmq
 
 from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.errors import ConfigError, EngineLostError
 from bireme.kv.curve import curve_keys, is_ipv6, let_in_readers, needs_curve
 from bireme.kv.transfer.backend import Backend
@@ -70,7 +70,7 @@ class LeasedTransfer:
         self._host, self._deployment_key = host, deployment_key
         self._authenticator: Any = None
         self._run_dir = run_dir.resolve()
-        self._find = find or partial(run.find, self._run_dir)
+        self._find = find or partial(run_folder.find, self._run_dir)
         self._worker = worker
         self._life = life
         self._config = config

@@ -63,7 +63,7 @@ class Claim(msgspec.Struct, array_like=True, tag="claim", frozen=True):
     layout: KvLayout
     firsts: tuple[int, ...]  # a group: tokens before it are not sent
     pid: int  # the importer's: when it dies the claim ends
-    host: str = ""  # on which that is; discovery.run.host_id
+    host: str = ""  # on which that is; discovery.records.host_id
     backend: str = "shm"
     target: WriteTarget | None = None
     maps_memory: bool = False  # the importer can copy the rows out of the exporter's memory

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bireme.config import Recipe
-from bireme.discovery import run
+from bireme.discovery.records import own_address
 from bireme.discovery.view import Discovery, discover
 from bireme.messages import Capacity
 from bireme.metrics import Registry
@@ -34,7 +34,7 @@ class FollowedModel:
         self, recipe: Recipe, workers: WorkerClient, tokenizer: TextTokenizer, metrics: Registry,
         discovery: Discovery | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """`discovery`: of its workers; None: they are the recipe's. `folder`: the launch's run directory, in reach."""
+        """`discovery`: of its workers; None: they are the recipe's. `folder`: the launch's run folder, in reach."""
         self.recipe, self.workers, self.tokenizer = recipe, workers, tokenizer
         self._discovery = discovery
         self.name = recipe.served_name
@@ -103,7 +103,7 @@ class RecipeConnection:
 
     workers: Workers
     discovery: Discovery
-    folder: Path | None  # the launch's run directory, in reach
+    folder: Path | None  # the launch's run folder, in reach
 
 
 def connect(recipe: Recipe, address: str | None, metrics: Registry) -> ServedModel:
@@ -121,7 +121,7 @@ def connection_of(recipe: Recipe, address: str | None, metrics: Registry) -> Rec
     """
     server, folder = address, None
     if address is not None and address == os.environ.get("BIREME_GRPC"):  # of this launch
-        server, folder = run.own_address(), Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
+        server, folder = own_address(), Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
     discovery = discover(recipe, server, folder, metrics)
     tls = GrpcTls.of(recipe)
     channel = GrpcChannel(address, tls) if address is not None else None

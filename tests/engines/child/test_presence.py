@@ -8,7 +8,7 @@ import pytest
 
 from bireme.config import DiscoveryConfig, Recipe
 from bireme.conversion import convert
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.discovery.directory import DirectoryStore
 from bireme.discovery.view import own_record
 from bireme.engines.child.presence import Presence
@@ -59,7 +59,7 @@ def until(condition):
 def test_it_is_found_in_the_run_directory_and_by_other_servers(bench, shared):
     presence, folder, record = bench()
     presence.publish(record)
-    assert run.find(folder, "decode") == record and record.id == "decode@a:8001"
+    assert run_folder.find(folder, "decode") == record and record.id == "decode@a:8001"
     until(lambda: shared() == {record.id: record})
     presence.close()
     assert shared() == {}
@@ -68,11 +68,11 @@ def test_it_is_found_in_the_run_directory_and_by_other_servers(bench, shared):
 def test_a_worker_that_is_drained_says_so_everywhere(bench, shared):
     presence, folder, record = bench()
     presence.publish(record)
-    run.ask_drain(folder, "decode")
+    run_folder.ask_drain(folder, "decode")
     presence.look()
-    assert run.find(folder, "decode").is_draining
+    assert run_folder.find(folder, "decode").is_draining
     until(lambda: shared() and shared()[record.id].is_draining)
-    run.ask_drain(folder, "decode", undo=True)
+    run_folder.ask_drain(folder, "decode", undo=True)
     presence.look()
     until(lambda: not shared()[record.id].is_draining)
 
@@ -80,10 +80,10 @@ def test_a_worker_that_is_drained_says_so_everywhere(bench, shared):
 def test_a_launch_that_ends_says_so_to_others_only(bench, shared):
     presence, folder, record = bench()
     presence.publish(record)
-    run.ask_drain(folder)
+    run_folder.ask_drain(folder)
     presence.look()
     until(lambda: shared() and shared()[record.id].is_draining)
-    assert not run.find(folder, "decode").is_draining
+    assert not run_folder.find(folder, "decode").is_draining
 
 
 def test_it_finds_its_own_server_s_workers_and_others(bench, monkeypatch):
@@ -109,10 +109,10 @@ def test_without_an_address_it_can_t_be_found(bench, monkeypatch):
 def test_alone_it_has_no_address_and_no_store(bench):
     presence, folder, record = bench(backend="static", folder="")
     presence.publish(record)
-    assert presence.server == "" and run.find(folder, "decode") == record
+    assert presence.server == "" and run_folder.find(folder, "decode") == record
     (folder / "decode.json").unlink()
     presence.look()
-    assert run.find(folder, "decode") == record
+    assert run_folder.find(folder, "decode") == record
 
 
 def test_all_records_of_a_process_say_that_its_launch_ends(bench, shared, monkeypatch):
@@ -121,12 +121,12 @@ def test_all_records_of_a_process_say_that_its_launch_ends(bench, shared, monkey
     share = msgspec.structs.replace(record, worker="decode-mm")
     for one in (share, record):
         presence.publish(one)
-    run.ask_drain(folder)
+    run_folder.ask_drain(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "publish", Mock(side_effect=OSError("no space left")))
+        patch.setattr(run_folder, "publish", Mock(side_effect=OSError("no space left")))
         presence.look()
     presence.look()
     until(
         lambda: {name: one.state for name, one in shared().items()} == dict.fromkeys((record.id, share.id), "draining")
     )
-    assert not run.find(folder, "decode").is_draining
+    assert not run_folder.find(folder, "decode").is_draining

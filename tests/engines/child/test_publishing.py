@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bireme.config import EngineConfig, KvCacheConfig
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.config import with_events
 from bireme.errors import ConfigError
 from bireme.kv.hashing import sequence_hashes
@@ -21,7 +21,7 @@ def test_the_record_names_the_sockets_and_what_was_computed_can_be_read_there(ma
     sink = Collector()
     client.submit(make_request(max_tokens=2), sink)
     sink.wait()
-    record = run.find(tmp_path / "run", "decode")
+    record = run_folder.find(tmp_path / "run", "decode")
     reader = VllmSubscriber(record.event_endpoint, record.replay_endpoint)
     told = [event for _, batch in reader.replay(0) for event in batch.events]
     assert told[-1].block_hashes == sequence_hashes(PROMPT, 16)
@@ -35,7 +35,7 @@ def test_the_record_names_the_sockets_and_what_was_computed_can_be_read_there(ma
 )
 def test_without_routers_that_ask_for_events_there_are_none(make_recipe, start_client, tmp_path, top, has_load):
     start_client(make_recipe(top=top))
-    record = run.find(tmp_path / "run", "decode")
+    record = run_folder.find(tmp_path / "run", "decode")
     assert (record.event_endpoint, record.replay_endpoint) == ("", "")
     assert bool(record.load_endpoint) == has_load
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.memory.client import WeightsHold, connect, forget
 from bireme.engines.memory.service import MemoryService
 from bireme.engines.memory.wire import Challenge, Granted, Publish, new_socket, receive, send, socket_path
@@ -144,17 +144,17 @@ def test_a_worker_can_have_its_weights_freed(hold, tmp_path):
 def test_weights_of_a_worker_that_sleeps_already_are_freed_when_somebody_wants_that(hold, tmp_path, caplog):
     caplog.set_level(logging.INFO, "bireme.memory")
     fill(hold()).close()
-    run.ask_sleep(tmp_path, "decode")
-    run.ask_sleep(tmp_path, "decode", free_weights=True)
+    run_folder.ask_sleep(tmp_path, "decode")
+    run_folder.ask_sleep(tmp_path, "decode", free_weights=True)
     wait_for(lambda: "weights_freed worker=decode bytes=7" in caplog.text, 10)
     assert hold().attach(5)[0].role == "fill"
 
 
 def test_a_worker_that_is_woken_before_its_engine_has_ended_keeps_its_weights(hold, tmp_path):
     first = fill(hold())
-    run.ask_sleep(tmp_path, "decode", free_weights=True)
+    run_folder.ask_sleep(tmp_path, "decode", free_weights=True)
     time.sleep(1.2)  # the service looks twice a second
-    run.wake(tmp_path, "decode")
+    run_folder.wake(tmp_path, "decode")
     first.close()
     assert mapped(hold()) == (b"weights", b"table")
 
@@ -163,7 +163,7 @@ def test_weights_that_another_worker_has_used_are_not_freed_for_one_that_sleeps(
     fill(hold()).close()
     mapped(second := hold("prefill"))
     second.close()
-    run.ask_sleep(tmp_path, "decode", free_weights=True)
+    run_folder.ask_sleep(tmp_path, "decode", free_weights=True)
     time.sleep(1.2)
     assert mapped(hold("prefill")) == (b"weights", b"table")
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from bireme import disagg
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.mocker.tokens import expected_tokens
 from bireme.messages import SamplingParams
 from tests.engines.engine_fixtures import PROMPT, Collector, make_request, wait_for
@@ -105,7 +105,7 @@ def test_params_of_another_prompt_are_refused(pair):
 
 def test_forged_params_are_refused(pair, tmp_path):
     first, second = pair
-    params = disagg.unseal(prefill(first)[1].disaggregated_params, run.deployment_key(tmp_path / "run"))
+    params = disagg.unseal(prefill(first)[1].disaggregated_params, run_folder.deployment_key(tmp_path / "run"))
     forged = disagg.seal(msgspec.structs.replace(params, lease_id=99), b"another key")
     assert "bad signature" in decode(second, forged).wait().error
 
@@ -149,6 +149,6 @@ def test_first_log_probs_travel_with_the_params(pair, tmp_path):
     first, second = pair
     sampling = SamplingParams(max_tokens=20, logprobs=2)
     params = prefill(first, sampling=sampling)[1].disaggregated_params
-    opened = disagg.unseal(params, run.deployment_key(tmp_path / "run"))
+    opened = disagg.unseal(params, run_folder.deployment_key(tmp_path / "run"))
     assert opened.first_gen_log_probs is not None
     assert opened.first_gen_log_probs[0][0][0] == opened.first_gen_tokens[0]

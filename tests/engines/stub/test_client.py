@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.mocker.tokens import expected_tokens
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import ConfigError, UnavailableError
@@ -360,7 +360,7 @@ def test_what_a_killed_engine_left_is_swept(client, tmp_path):
     os.kill(client.pid, signal.SIGKILL)
     wait_for(lambda: client.is_ready and client.life != life)
     assert not left.exists()
-    assert run.find(folder, "decode").life == client.life
+    assert run_folder.find(folder, "decode").life == client.life
     assert not [path for path in folder.iterdir() if str(life) in path.name]
 
 

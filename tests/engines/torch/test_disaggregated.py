@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bireme.config import CacheTransceiverConfig
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.errors import RequestError, UnavailableError
 from bireme.kv.transfer.fake import FakeNetwork
 from bireme.kv.transfer.host_pool import HostPool
@@ -89,8 +90,8 @@ def real_pair(tiny, tmp_path):
     def make(name, backend, *sizes):
         transfers = [transfer_by(backend, tmp_path, worker) for worker in ("prefill", "decode")]
         opened.append(Pair(tiny(name).path, *sizes, transfers=transfers))
-        address = {"host": run.host_id(), "transfer_endpoint": transfers[0].endpoint}
-        run.publish(tmp_path, run.WorkerRecord(worker="prefill", life=1, pid=os.getpid(), **address))
+        address = {"host": host_id(), "transfer_endpoint": transfers[0].endpoint}
+        run_folder.publish(tmp_path, WorkerRecord(worker="prefill", life=1, pid=os.getpid(), **address))
         return opened[-1]
 
     yield make

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bireme.config import CHECKOUT, CacheTransceiverConfig
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.engines.torch.embedding_pool import EmbeddingPool
 from bireme.engines.torch.tensor_rows import TensorRows, layout_of
 from bireme.errors import ConfigError
@@ -42,8 +43,8 @@ def join(tmp_path):
         transfer = create_transfer(MAPPED, run_dir=tmp_path, worker=worker, life=1, config=config, metrics=metrics)
         share = EmbeddingShare(transfer, worker, 1)
         share.start(layout_of("model", torch.float32, HIDDEN), pool)
-        address = {"pid": os.getpid(), "host": run.host_id(), "transfer_endpoint": share.endpoint}
-        run.publish(tmp_path, run.WorkerRecord(worker=worker, life=1, **address))
+        address = {"pid": os.getpid(), "host": host_id(), "transfer_endpoint": share.endpoint}
+        run_folder.publish(tmp_path, WorkerRecord(worker=worker, life=1, **address))
         made.append(share)
         return share
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from bireme.config import CacheTransceiverConfig
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.errors import ConfigError, EngineLostError, RequestError, from_message
 from bireme.kv.transfer import create_transfer
 from bireme.messages import EncodeRequest, EncodeSource
@@ -83,8 +84,8 @@ def test_output_over_nixl_equals_generate(models, tmp_path):
         registries.append(Registry(worker))
         config, metrics = CacheTransceiverConfig(), registries[-1]
         transfer = create_transfer("NIXL", run_dir=tmp_path, worker=worker, life=1, config=config, metrics=metrics)
-        address = {"pid": os.getpid(), "host": run.host_id(), "transfer_endpoint": transfer.endpoint}
-        run.publish(tmp_path, run.WorkerRecord(worker=worker, life=1, **address))
+        address = {"pid": os.getpid(), "host": host_id(), "transfer_endpoint": transfer.endpoint}
+        run_folder.publish(tmp_path, WorkerRecord(worker=worker, life=1, **address))
         return transfer
 
     with Deployment(model.path, "e-p-d", transfer_of) as deployment:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.engines.memory.service import MemoryService
 from bireme.engines.memory.wire import socket_path
 from bireme.engines.stub.client import EngineClient
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 def pair(tiny, folder):
     run_dir = folder / "run"
     run_dir.mkdir()
-    service = MemoryService(socket_path(run_dir), run.deployment_key(run_dir))
+    service = MemoryService(socket_path(run_dir), run_folder.deployment_key(run_dir))
     service.start()
     clients = [start(folder, tiny("gemma3").path, worker, {}) for worker in ("prefill", "decode")]
     yield clients[0], clients[1]
@@ -137,13 +137,13 @@ def test_a_killed_engine_serves_again_with_the_same_tokens(pair, tiny, capfd):
 def test_an_engine_that_sleeps_has_ended_and_serves_again_when_it_is_woken(pair, folder, tiny):
     _, decode = pair
     pid, running = decode.pid, submit(decode, request(PROMPTS[1], 48))
-    run.ask_sleep(folder / "run", "decode", free_weights=True)
+    run_folder.ask_sleep(folder / "run", "decode", free_weights=True)
     assert running.wait(60).error == ""
     wait_for(lambda: "asleep" in decode.state, 60)
     with pytest.raises(UnavailableError, match=r"tools/sleep.py decode --wake"):
         submit(decode, request(PROMPTS[1], 48))
     assert not Path(f"/proc/{pid}").exists()
-    assert run.wake(folder / "run", "decode")
+    assert run_folder.wake(folder / "run", "decode")
     wait_for(lambda: decode.is_ready, 60)
     sink = submit(decode, request(PROMPTS[1], 48))
     assert sink.wait(60).error == "" and sink.tokens == tiny("gemma3").expect([PROMPTS[1]])[0]

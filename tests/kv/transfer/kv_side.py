@@ -24,7 +24,8 @@ import pytest
 
 from bireme.config import CHECKOUT, CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
-from bireme.discovery import run
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.kv.curve import needs_curve
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
@@ -208,14 +209,14 @@ class Side:
             find=find, host=host, deployment_key=DEPLOYMENT_KEY,
         )  # fmt: skip
         self.transfer.start(layout, self.pool and memory_of(self.pool))
-        run.publish(run_dir, self.record())
+        run_folder.publish(run_dir, self.record())
 
-    def record(self) -> run.WorkerRecord:
-        return run.WorkerRecord(
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(
             worker=self.worker,
             life=self.life,
             pid=os.getpid(),
-            host=run.host_id(),
+            host=host_id(),
             transfer_endpoint=self.transfer.endpoint,
         )
 

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from bireme.disagg import DisaggregatedParams
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.errors import (
     ConfigError,
     KvTransferError,
@@ -224,7 +224,7 @@ def test_params_of_an_earlier_life_are_not_found(prefill, decode):
 
 def test_the_exporter_itself_refuses_a_claim_of_another_life(prefill, decode, tmp_path):
     params = msgspec.structs.replace(prefill.export(10), life=7)
-    run.publish(tmp_path, msgspec.structs.replace(prefill.record(), life=7))
+    run_folder.publish(tmp_path, msgspec.structs.replace(prefill.record(), life=7))
     error = decode.fetch(params).result()
     assert isinstance(error, NotFoundError) and "life 7" in str(error)
 
@@ -269,7 +269,7 @@ def test_an_unknown_worker_is_unavailable(prefill, decode):
 
 def test_a_worker_without_transfer_is_unavailable(prefill, decode, tmp_path):
     params = prefill.export(10)
-    run.publish(tmp_path, msgspec.structs.replace(prefill.record(), transfer_endpoint=""))
+    run_folder.publish(tmp_path, msgspec.structs.replace(prefill.record(), transfer_endpoint=""))
     error = decode.fetch(params).result()
     assert isinstance(error, UnavailableError) and "cache_transceiver_config.backend" in str(error)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from bireme.discovery import run
+from bireme.discovery.records import host_id
 from bireme.errors import KvTransferError, NotFoundError
 from bireme.kv.curve import curve_keys
 from bireme.kv.transfer import importer, wire
@@ -58,7 +58,7 @@ def exported(far):
 
 
 def test_rows_come_from_another_launch_of_this_host(far, decode_of):
-    fetching = decode_of(far, host=run.host_id()).fetch(exported(far))
+    fetching = decode_of(far, host=host_id()).fetch(exported(far))
     assert fetching.result() is None and fetching.is_right
     wait_until(lambda: far.num_released == 1 and not far.lease_counts())
 
@@ -112,7 +112,7 @@ def test_a_control_socket_of_this_host_alone_has_no_other_address(make_side):
 
 
 def test_an_exporter_that_cannot_be_reached_for_want_of_sockets_is_prefill_s_fault(far, decode_of, monkeypatch):
-    decode = decode_of(far, host=run.host_id())
+    decode = decode_of(far, host=host_id())
     monkeypatch.setattr(decode.transfer._importer, "_connect", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
     error = decode.fetch(exported(far)).result()
     assert isinstance(error, KvTransferError) and "Too many open files" in str(error)
@@ -120,7 +120,7 @@ def test_an_exporter_that_cannot_be_reached_for_want_of_sockets_is_prefill_s_fau
 
 def test_an_exporter_of_another_host_that_nobody_needs_is_forgotten(far, decode_of, monkeypatch):
     """Its next life has another endpoint: the sockets of all that have been would stay."""
-    decode = decode_of(far, host=run.host_id())
+    decode = decode_of(far, host=host_id())
     monkeypatch.setattr(importer, "Process", FarProcess)
     importing = decode.transfer._importer
     assert decode.fetch(exported(far)).result() is None and not importing.is_idle
@@ -131,7 +131,7 @@ def test_an_exporter_of_another_host_that_nobody_needs_is_forgotten(far, decode_
 
 def test_silence_of_an_exporter_that_nobody_asked_is_no_sign_of_its_death(far, decode_of, monkeypatch):
     """It answers when the importer has looked who is alive."""
-    decode, has_looked = decode_of(far, host=run.host_id()), threading.Event()
+    decode, has_looked = decode_of(far, host=host_id()), threading.Event()
     monkeypatch.setattr(importer, "Process", FarProcess)
     importing, exporting = decode.transfer._importer, far.transfer._exporter
     assert decode.fetch(exported(far)).result() is None

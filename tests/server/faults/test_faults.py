@@ -141,11 +141,11 @@ def _is_removed(folder):
 def test_a_deleted_run_folder_is_made_again_and_nothing_fails_meanwhile(kind, server, expected):
     if kind != "mocker":
         pytest.skip("only bireme's own transfer uses files there")
-    until(lambda: _is_removed(server.run.path), 20, "run folder deleted")  # files come to be there meanwhile
+    until(lambda: _is_removed(server.run_folder.path), 20, "run folder deleted")  # files come to be there meanwhile
     pid = _hit(server, "decode", signal.SIGKILL)  # the next engine life needs its sockets there
     assert Run(server, "generate", max_tokens=5, stream=True).join() == expected(5)
     until(lambda: _is_up_again(server, "decode", pid), 90, "decode up again")
-    until(lambda: (server.run.path / "prefill.json").exists(), 20, "prefill is found again")
+    until(lambda: (server.run_folder.path / "prefill.json").exists(), 20, "prefill is found again")
     before = total(server, "bireme_kv_transfer_bytes_total", worker="decode")
 
     def moves_again():  # prefill, whose sockets were gone, is passed by for a moment

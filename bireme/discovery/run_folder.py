@@ -1,85 +1,34 @@
-"""The run directory: what the processes of one deployment on one host share.
+"""The run folder: what the processes of one launch on one host share.
 
 BIREME_RUN_DIR, which serve.py sets; otherwise $XDG_RUNTIME_DIR or /tmp, `bireme-<uid>/<pid of tritonserver>` (all stubs
-of a server have it as parent). Mode 0700. Holds the HMAC key, sockets and one JSON a worker. Each file has one writer
-and is replaced atomically.
+of a server have it as parent). Mode 0700. Holds the HMAC key, sockets, the records of workers (one JSON each) and marks
+of those that drain or sleep. Each file has one writer and is replaced atomically.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
-import socket
 import stat
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from bireme import private_files
-from bireme.config import stage_of, worker_id
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import ConfigError, NotFoundError
-from bireme.messages import MALFORMED, Capacity
+from bireme.messages import MALFORMED
 
 KEY_BYTES = 32
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64  # more than these blake2b does not take
-DRAIN = "drain"  # file in the run directory, or a worker's with its name before it
+DRAIN = "drain"  # a launch's mark, or a worker's with its name before it
 SLEEP = ".sleep"  # a worker's file, with its name before it
 _FREES_WEIGHTS = b"weights"  # in it: the memory service is to free them, too
 
 
-WorkerState = Literal["ready", "draining"]
-
-
-class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine process, as others find it. Written by the engine process, removed by its supervisor.
-
-    A worker that is known from the recipe alone, because its engine has not written a record yet or runs out of reach
-    of this process, has a record with life 0 and no endpoints.
-    """
-
-    worker: str  # the Triton model's name
-    life: int = 0
-    pid: int = 0
-    server: str = ""  # host:port of its tritonserver's gRPC endpoint; "": the reader's own server
-    launch: str = ""  # names the launch: a restarted worker is told from another one that took its address
-    host: str = ""  # of the shared memory and process ids that it sees; see `host_id`
-    served_model_name: str = ""
-    model: str = ""  # last part of the model's folder or hub id: one name is served by one model
-    key_id: str = ""  # of the deployment key: params that another key has signed would be refused
-    state: WorkerState = "ready"  # draining: it gets no new requests
-    tokens_per_block: int = 0
-    capacity: Capacity | None = None
-    moves_own_kv: bool = False  # its engine moves KV between hosts; else shared memory does, within one
-    transfer_endpoint: str = ""  # ZeroMQ address of the KV transfer's control socket; "": none
-    load_endpoint: str = ""  # ZeroMQ PUB address of its load; "": none
-    event_endpoint: str = ""  # ZeroMQ PUB address of its KV events; "": none
-    replay_endpoint: str = ""  # ZeroMQ ROUTER address that answers with missed events; "": none
-
-    @property
-    def id(self) -> str:
-        """What others call it."""
-        return worker_id(self.worker, self.server)
-
-    @property
-    def stage(self) -> str:
-        return stage_of(self.worker)
-
-    @property
-    def is_draining(self) -> bool:
-        return self.state == "draining"
-
-
-def can_transfer(source: WorkerRecord, target: WorkerRecord) -> bool:
-    """Return whether KV can go from one worker's engine to the other's; true where a host is not known."""
-    return source.moves_own_kv or not source.host or not target.host or source.host == target.host
-
-
-def run_dir() -> Path:
-    """Return the run directory, made if missing. Raises ConfigError when it belongs to another user."""
+def locate() -> Path:
+    """Return the run folder, made if missing. Raises ConfigError when it belongs to another user."""
     named = os.environ.get("BIREME_RUN_DIR")
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
     if named:
@@ -148,28 +97,6 @@ def _long_enough(key: bytes, where: str, remedy: str) -> bytes:
     if MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         return key
     raise ConfigError(f"{where}: {len(key)} bytes; {MIN_KEY_BYTES} to {MAX_KEY_BYTES}: {remedy}")
-
-
-def key_id(key: bytes) -> str:
-    """Return a name of the deployment key, and of how it signs, that says nothing about it."""
-    return hashlib.blake2b(b"bireme deployment 2", key=key, digest_size=8).hexdigest()
-
-
-def launch_id(folder: Path) -> str:
-    """Return the name of a launch, by its run directory; no other launch on any host has it."""
-    return f"{socket.gethostname()}:{folder.resolve()}"
-
-
-def host_id() -> str:
-    """Return a name for what shared memory reaches: equal in processes that see one /dev/shm and each other's pids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    seen = f"{boot} {os.stat('/dev/shm').st_dev} {os.readlink('/proc/self/ns/pid')}"
-    return hashlib.blake2b(seen.encode(), digest_size=8).hexdigest()
-
-
-def own_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Return host:port by which other servers reach this one's gRPC endpoint: BIREME_ADVERTISE, else BIREME_GRPC."""
-    return environment.get("BIREME_ADVERTISE") or environment.get("BIREME_GRPC") or ""
 
 
 def is_draining(folder: Path, worker: str = "") -> bool:

@@ -1,17 +1,17 @@
 """The proof in a record of a shared store: what is taken, and what is left out with its reason."""
 
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from bireme.config import DiscoveryConfig
-from bireme.discovery import run
+from bireme.discovery import run_folder
 from bireme.discovery.directory import DirectoryStore
-from bireme.discovery.run import WorkerRecord
-from bireme.discovery.signed import open_record, seal_record
-from bireme.discovery.store import StoreError, create_store
-from bireme.discovery.view import discover
+from bireme.discovery.records import WorkerRecord, open_record, seal_record
+from bireme.discovery.store import StoreError
+from bireme.discovery.view import create_store, discover
 from bireme.errors import ConfigError
 from tests.discovery.conftest import KEY, by_id, record
 from tests.discovery.test_view import recipe
@@ -124,4 +124,4 @@ def test_who_has_no_key_takes_that_of_the_folder(config, monkeypatch):
     writer, reader = create_store(config), create_store(config)
     writer.hold(record())
     assert reader.read() == by_id(record())
-    assert run.deployment_key(run.Path(config.folder)) != KEY
+    assert run_folder.deployment_key(Path(config.folder)) != KEY

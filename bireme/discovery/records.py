@@ -1,0 +1,122 @@
+"""A worker's record and the names in it; in a shared store with the proof that this deployment wrote it, as JSON:
+
+    {"mac":"<hex HMAC-SHA256 of the rest, by the deployment's key>", <the record's own fields>}
+
+The proof covers the bytes, so a reader needs to know none of the fields; one that is older than proofs passes it by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from bireme.config import stage_of, worker_id
+from bireme.messages import Capacity
+
+_PURPOSE = b"bireme worker record:"
+_START, _END = b'{"mac":"', b'",'
+_DIGITS = 64
+
+WorkerState = Literal["ready", "draining"]
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine process, as others find it. Written by the engine process, removed by its supervisor.
+
+    A worker that is known from the recipe alone, because its engine has not written a record yet or runs out of reach
+    of this process, has a record with life 0 and no endpoints.
+    """
+
+    worker: str  # the Triton model's name
+    life: int = 0
+    pid: int = 0
+    server: str = ""  # host:port of its tritonserver's gRPC endpoint; "": the reader's own server
+    launch: str = ""  # names the launch: a restarted worker is told from another one that took its address
+    host: str = ""  # of the shared memory and process ids that it sees; see `host_id`
+    served_model_name: str = ""
+    model: str = ""  # last part of the model's folder or hub id: one name is served by one model
+    key_id: str = ""  # of the deployment key: params that another key has signed would be refused
+    state: WorkerState = "ready"  # draining: it gets no new requests
+    tokens_per_block: int = 0
+    capacity: Capacity | None = None
+    moves_own_kv: bool = False  # its engine moves KV between hosts; else shared memory does, within one
+    transfer_endpoint: str = ""  # ZeroMQ address of the KV transfer's control socket; "": none
+    load_endpoint: str = ""  # ZeroMQ PUB address of its load; "": none
+    event_endpoint: str = ""  # ZeroMQ PUB address of its KV events; "": none
+    replay_endpoint: str = ""  # ZeroMQ ROUTER address that answers with missed events; "": none
+
+    @property
+    def id(self) -> str:
+        """What others call it."""
+        return worker_id(self.worker, self.server)
+
+    @property
+    def stage(self) -> str:
+        return stage_of(self.worker)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.state == "draining"
+
+
+def can_transfer(source: WorkerRecord, target: WorkerRecord) -> bool:
+    """Return whether KV can go from one worker's engine to the other's; true where a host is not known."""
+    return source.moves_own_kv or not source.host or not target.host or source.host == target.host
+
+
+def key_id(key: bytes) -> str:
+    """Return a name of the deployment key, and of how it signs, that says nothing about it."""
+    return hashlib.blake2b(b"bireme deployment 2", key=key, digest_size=8).hexdigest()
+
+
+def launch_id(folder: Path) -> str:
+    """Return the name of a launch, by its run folder; no other launch on any host has it."""
+    return f"{socket.gethostname()}:{folder.resolve()}"
+
+
+def host_id() -> str:
+    """Return a name for what shared memory reaches: equal in processes that see one /dev/shm and each other's pids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    seen = f"{boot} {os.stat('/dev/shm').st_dev} {os.readlink('/proc/self/ns/pid')}"
+    return hashlib.blake2b(seen.encode(), digest_size=8).hexdigest()
+
+
+def own_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Return host:port by which other servers reach this one's gRPC endpoint: BIREME_ADVERTISE, else BIREME_GRPC."""
+    return environment.get("BIREME_ADVERTISE") or environment.get("BIREME_GRPC") or ""
+
+
+def seal_record(record: WorkerRecord, key: bytes) -> bytes:
+    body = msgspec.json.encode(record)
+    return _START + _mac(body, key) + _END + body[1:]
+
+
+def open_record(blob: bytes, key: bytes) -> tuple[WorkerRecord, str]:
+    """Return the record, and why it must not be trusted: "" where it is proven.
+
+    Raises ValueError for what is no record.
+    """
+    try:
+        record = msgspec.json.decode(blob, type=WorkerRecord)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    start = len(_START) + _DIGITS
+    if not blob.startswith(_START) or blob[start : start + len(_END)] != _END:
+        return (
+            record,
+            "its record is not signed; its server runs an older version, or nobody of this deployment wrote it",
+        )
+    if not hmac.compare_digest(blob[len(_START) : start], _mac(b"{" + blob[start + len(_END) :], key)):
+        return record, "its record is signed with another deployment key; give all servers and frontends one BIREME_KEY"
+    return record, ""
+
+
+def _mac(body: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, _PURPOSE + body, "sha256").hex().encode()
