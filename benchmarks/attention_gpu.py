@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from benchmarks.engine_gpu import stream_rate
-from bireme.engines.torch.decoder_weights import Rotary
+from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.kernels import decode_attention as ours
 
 SIZE = 32  # tokens a block

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import msgspec
 
 from bireme.engines.base import AdmittedRequest, RequestKey
+from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.guides import TorchGuides
-from bireme.engines.torch.limits import EngineLimits
-from bireme.engines.torch.picture_store import PictureStore
-from bireme.engines.torch.pictures import pictures_of
-from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.picture_store import PictureStore, pictures_of
+from bireme.engines.torch.step import Sequence
 from bireme.errors import RequestError
 from bireme.kv.block_manager import BlockManager
 from bireme.kv.block_pool import Retention

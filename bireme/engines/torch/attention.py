@@ -19,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bireme.engines.torch.geometry import LayerGeometry
+from bireme.engines.torch.step import ChunkView, DecodeView, GroupStep
+
 NAME = "bireme_paged"  # absent from transformers' mask functions, so that no dense mask is built
 
 
@@ -79,84 +82,6 @@ def register() -> None:
 def store_rows(slots: Tensor, new: Tensor, pool: Tensor) -> None:
     """Put the keys or values (1, N, T, size) of a step's tokens into their pool rows."""
     pool.index_copy_(0, slots, new[0].transpose(0, 1).reshape(len(slots), -1).to(pool.dtype))
-
-
-@dataclass(slots=True)
-class DecodeView:
-    """KV of the step's decode rows: the same number of blocks each, padded with the null block."""
-
-    blocks: Tensor  # (rows * num_blocks,) block ids
-    num_rows: int
-    num_blocks: int
-    first: int  # when all rows see the same part [first, last) of their blocks ...
-    last: int
-    mask: Tensor | None  # ... this is None; otherwise (rows, 1, 1, num_blocks * block size), true: visible
-
-
-@dataclass(slots=True)
-class DecodeTable:
-    """KV of the step's decode rows."""
-
-    blocks: Tensor  # (rows, columns) int32
-    lengths: Tensor  # (rows,) int32: tokens that each sees, its own included
-
-
-@dataclass(slots=True)
-class ChunkView:
-    """KV of one prefill chunk."""
-
-    begin: int  # its tokens are [begin, end) of the packed row
-    end: int
-    rows: Tensor | None  # (L,) pool rows that it sees; None: exactly its own tokens
-    mask: Tensor | None  # (1, 1, tokens, L), true: visible; None: causal
-
-
-@dataclass(slots=True)
-class GroupStep:
-    """One window's share of a step."""
-
-    slots: Tensor  # (T,) pool row that each token's key and value go to
-    decode: DecodeView | None  # what its attention reads
-    chunks: list[ChunkView]
-
-
-@dataclass(slots=True)
-class TableStep:
-    """One window's share of a step, for operations that find pool rows themselves."""
-
-    tables: Tensor  # (batch rows, columns) int64 block ids
-    rows: Tensor  # (1, T) int64: the batch row of each token
-    num_decodes: int
-    chunks: list[ChunkView]
-
-
-@dataclass(slots=True)
-class PackedChunks:
-    """KV of prefill chunks that follow each other in the step; as many as may be gathered at once."""
-
-    begin: int  # their tokens are [begin, end) of the packed row
-    end: int
-    rows: Tensor  # (L,) pool rows of what they see, chunk after chunk; of a window's layers no more than that
-    query_begins: Tensor  # (chunks + 1,) int32, from 0
-    key_begins: Tensor  # (chunks + 1,) int32
-    longest_query: int
-    longest_key: int
-    is_fresh: bool  # they see nothing but their own tokens
-    is_padded: bool = False  # more tokens may follow theirs, and fewer keys be seen than the longest: a graph's
-
-    @property
-    def is_single(self) -> bool:
-        return len(self.query_begins) == 2
-
-
-@dataclass(slots=True)
-class KernelGroup:
-    """One window's share of a step."""
-
-    slots: Tensor  # (T,) pool row that each token's key and value go to
-    decode: DecodeTable | None
-    chunks: list[PackedChunks]
-    window: int
 
 
 @dataclass(slots=True)
@@ -261,18 +186,6 @@ def _causal(query: Tensor, key: Tensor) -> Tensor:
 def _gather(pool: Tensor, blocks: Tensor, block_size: int) -> Tensor:
     """Copy whole blocks: one index and one long move each, instead of one a token."""
     return pool.view(-1, block_size * pool.shape[1]).index_select(0, blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGeometry:
-    """A layer's attention call, as the probe saw it."""
-
-    num_kv_heads: int
-    key_size: int
-    value_size: int
-    window: int  # 0: all
-    dtype: torch.dtype
-    unknown: tuple[str, ...]
 
 
 @dataclass(slots=True)

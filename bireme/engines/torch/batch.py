@@ -7,7 +7,6 @@ group, so that a decode step gathers them at once; only new blocks are copied.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -16,41 +15,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.attention import (
+from bireme.engines.torch.step import (
+    Batch,
     ChunkView,
     DecodeTable,
     DecodeView,
     GroupStep,
     KernelGroup,
     PackedChunks,
+    PromptRows,
+    SchedulerOutput,
+    Sequence,
     TableStep,
 )
-from bireme.engines.torch.scheduler import SchedulerOutput
-from bireme.engines.torch.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class PromptRows:
-    """Logits rows of a chunk whose next tokens are given by the prompt."""
-
-    sequence: Sequence
-    begin: int  # in the step's logits
-    next_ids: list[int]
-
-
-@dataclass(slots=True)
-class Batch:
-    ids: Tensor  # (1, T) int64
-    positions: Tensor  # (1, T) int64; (3, 1, T) for a model with positions in three dimensions
-    logits_rows: Tensor | None  # int64: rows to sample first, then those of prompt log probabilities; None: all
-    groups: list[GroupStep] | list[TableStep] | list[KernelGroup]  # per group
-    sampled: list[Sequence]  # in the order of the logits rows
-    prompt_rows: list[PromptRows]
-    embeddings: list[tuple[int, Tensor]] = field(default_factory=list)  # of pictures: place in the step, rows
-    num_decodes: int = 0
-    is_decode: bool = False  # nothing but decode rows: logits are wanted of all, in their order
 
 
 class BatchBuilder:

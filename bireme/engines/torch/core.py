@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,17 +17,17 @@ from torch import Tensor
 
 from bireme.engines.base import PlainTokens, RequestKey, StepOutput
 from bireme.engines.torch.admission import Admission
-from bireme.engines.torch.batch import Batch, BatchBuilder
+from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.block_mover import BlockMover
 from bireme.engines.torch.deadlines import Deadlines
 from bireme.engines.torch.disaggregation import TorchExporter, TorchImporter
+from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.guides import TorchGuides
-from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.metrics import TorchMetrics
 from bireme.engines.torch.picture_store import PictureStore
 from bireme.engines.torch.runner import HfRunner
-from bireme.engines.torch.scheduler import Scheduler, SchedulerOutput
-from bireme.engines.torch.sequence import Sequence, SequenceStatus
+from bireme.engines.torch.scheduler import Scheduler
+from bireme.engines.torch.step import Batch, Post, SchedulerOutput, Sequence, SequenceStatus
 from bireme.errors import BiremeError, DeadlineExceededError, RequestCancelledError, to_message
 from bireme.kv.block_manager import BlockManager
 from bireme.kv.block_tiers import BlockCopy, CopyResult
@@ -54,7 +53,7 @@ class Parts:
 
     worker: str
     life: int
-    post: Callable[[Callable[[], None]], None]  # run it on the engine's thread, between steps
+    post: Post
     limits: EngineLimits
     runner: HfRunner
     builder: BatchBuilder

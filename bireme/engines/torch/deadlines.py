@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from bireme.engines.torch.sequence import Sequence, SequenceStatus
+from bireme.engines.torch.step import Sequence, SequenceStatus
 
 _SWEEP = 1024  # entries; beyond, the finished ones are dropped each time the heap has doubled
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from bireme.config import CudaGraphConfig
-from bireme.engines.torch.attention import DecodeTable, KernelGroup
-from bireme.engines.torch.batch import Batch
 from bireme.engines.torch.graphs import Pool, StepGraph, make_graph
+from bireme.engines.torch.step import Batch, DecodeTable, KernelGroup
 
 logger = logging.getLogger("bireme.engines.torch")
 

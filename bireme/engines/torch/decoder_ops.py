@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch import native
-from bireme.engines.torch.attention import Extras, GroupStep, PagedStep, TableStep, attend_chunk
-from bireme.engines.torch.decoder_weights import Rotary
+from bireme.engines.torch.attention import Extras, PagedStep, attend_chunk
+from bireme.engines.torch.geometry import Rotary
+from bireme.engines.torch.step import GroupStep, TableStep
 
 logger = logging.getLogger("bireme.engines.torch")
 

@@ -15,30 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bireme.engines.torch.geometry import Rotary, TopKRouter
+
 FAMILIES: tuple[str, ...] = (
     *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "SeedOssForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
     *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """How a layer's queries and keys are normed and turned."""
-
-    cos_sin: Tensor  # (positions, K) float32: the cosines of the K / 2 angles, then their sines
-    eps: float = 0.0
-    q_norm: Tensor | None = None  # (K,)
-    k_norm: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TopKRouter:
-    """How a mixture's layer chooses a token's experts: those with the highest probabilities, which weigh them."""
-
-    weight: Tensor  # (E, hidden)
-    top_k: int
-    is_normed: bool  # the weights of those chosen add up to one
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,11 @@ from functools import partial
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
 from bireme.engines.torch.kv_store import KvStore
-from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.step import Post, Sequence
 from bireme.errors import BiremeError
 from bireme.kv.block_manager import BlockManager
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import TokenLogprobs, Usage
-
-Post = Callable[[Callable[[], None]], None]  # run it on the engine's thread, between steps
 
 
 class TorchExporter:

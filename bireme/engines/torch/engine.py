@@ -20,7 +20,7 @@ from bireme.engines.torch.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.encode_side import EncodeSide
 from bireme.engines.torch.lean_imports import import_transformers
 from bireme.engines.torch.loading import LoadedEngine
-from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.step import Sequence
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
 from bireme.messages import Capacity

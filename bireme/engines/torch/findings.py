@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bireme.engines.torch.attention import LayerGeometry
+from bireme.engines.torch.geometry import LayerGeometry
 from bireme.errors import one_line
 
 logger = logging.getLogger("bireme.engines.torch")

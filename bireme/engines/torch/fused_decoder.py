@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.engines.torch.attention import Extras, KernelGroup
-from bireme.engines.torch.batch import Batch
+from bireme.engines.torch.attention import Extras
 from bireme.engines.torch.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.kernel_step import attend_stored
 from bireme.engines.torch.kernels.decode_attention import decode_attention
@@ -22,6 +21,7 @@ from bireme.engines.torch.kernels.rotary import rotate_and_store
 from bireme.engines.torch.kernels.row_wise import cap, gate, rms_norm
 from bireme.engines.torch.kernels.step_begin import begin_step
 from bireme.engines.torch.kv_store import KvStore
+from bireme.engines.torch.step import Batch, KernelGroup
 
 if TYPE_CHECKING:
     from bireme.engines.torch.resident_decode import DecodeState

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.batch import Batch
+from bireme.engines.torch.step import Batch
 
 Pool = tuple[int, int]  # memory that graphs share
 _making = threading.Lock()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bireme.config import EngineConfig, Limits
-from bireme.engines.torch.disaggregation import Post
-from bireme.engines.torch.sequence import Sequence as Request
+from bireme.engines.torch.step import Post
+from bireme.engines.torch.step import Sequence as Request
 from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
 from bireme.guides import TRIGGER, Guide, parse_guide
 from bireme.logits.guided.compiler import GuideCompiler, is_installed

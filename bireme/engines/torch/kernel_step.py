@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.attention import Extras, KernelGroup, PackedChunks, store_rows
+from bireme.engines.torch.attention import Extras, store_rows
 from bireme.engines.torch.kernels.packed_prefill import num_parts, packed_prefill
 from bireme.engines.torch.kernels.paged_decode import paged_decode
+from bireme.engines.torch.step import KernelGroup, PackedChunks
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ what rows that fill up a graph's batch write.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.attention import LayerGeometry
+from bireme.engines.torch.geometry import LayerGeometry, LayerGroup
 from bireme.engines.torch.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.row_copies import RowCopies
 from bireme.kv.block_pool import NULL
@@ -27,19 +26,6 @@ from bireme.kv.transfer.wire import SharedMemory
 if TYPE_CHECKING:
     from bireme.kv.transfer.host_pool import HostPool
     from bireme.kv.transfer.mapped import MappedMemory
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers that share a window, in the model's order."""
-
-    window: int
-    layers: tuple[int, ...]
-    row_bytes: tuple[int, ...]  # one layer each, keys and values together
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(self.row_bytes)
 
 
 def group_layers(geometry: Sequence[LayerGeometry]) -> tuple[LayerGroup, ...]:

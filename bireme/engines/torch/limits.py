@@ -13,8 +13,7 @@ import torch
 
 from bireme.config import EngineConfig
 from bireme.engines.torch.architectures import position_limit
-from bireme.engines.torch.attention import LayerGeometry
-from bireme.engines.torch.kv_store import LayerGroup
+from bireme.engines.torch.geometry import EngineLimits, LayerGeometry, LayerGroup
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.engines.torch")
@@ -23,22 +22,6 @@ _CPU_POOL_BYTES = 1 << 30
 _BATCH_SIZE = 64
 _NUM_TOKENS = 2048  # enough to keep a GPU busy; running streams stand still for a step of so many
 _LOGPROB_ELEMENTS = 1 << 25  # logits kept at once for prompt log probabilities
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int  # of the model and the settings; the pool may hold less
-    max_input_len: int
-    tokens_per_block: int
-    enable_chunked_prefill: bool
-    may_preempt: bool  # MAX_UTILIZATION
-    max_logprob_rows: int
-    max_queue_size: int
-    max_queue_time_s: float
-    best_effort_share: float
-    overlaps: bool = False  # a decode step is started before the tokens of the one before are read
 
 
 def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:

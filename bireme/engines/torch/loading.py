@@ -17,22 +17,22 @@ from bireme.engines.base import EngineContext, RequestKey
 from bireme.engines.torch import kernels
 from bireme.engines.torch import limits as limit
 from bireme.engines.torch.admission import Admission
-from bireme.engines.torch.attention import LayerGeometry
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.block_mover import BlockMover
 from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, open_checkpoint
 from bireme.engines.torch.core import EngineCore, Parts
 from bireme.engines.torch.decoder_ops import choose_ops
 from bireme.engines.torch.decoder_weights import DecoderWeights, fuse, why_not_fused
-from bireme.engines.torch.disaggregation import Post, TorchExporter, TorchImporter
+from bireme.engines.torch.disaggregation import TorchExporter, TorchImporter
 from bireme.engines.torch.findings import Findings
+from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.guides import TorchGuides
 from bireme.engines.torch.kv_store import KvStore, group_layers
-from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.metrics import TorchMetrics
 from bireme.engines.torch.packed_decoder import PackedDecoder
 from bireme.engines.torch.runner import HfRunner, peak_bytes, probe, route_attention
 from bireme.engines.torch.shared_weights import SharedModel, load_own, load_shared, weights_id
+from bireme.engines.torch.step import Post
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.warmup import FirstPasses, check_packed, check_resident, warm_up
 from bireme.errors import ConfigError

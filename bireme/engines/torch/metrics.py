@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.step import Sequence
 from bireme.kv.block_manager import BlockManager
 from bireme.kv.block_tiers import BlockTiers
 from bireme.kv.events import DEVICE, DISK, HOST

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.engines.torch.attention import KernelGroup
-from bireme.engines.torch.batch import Batch
 from bireme.engines.torch.decoder_ops import AttentionLayer, DecoderOps
-from bireme.engines.torch.decoder_weights import DecoderWeights, Rotary
+from bireme.engines.torch.decoder_weights import DecoderWeights
+from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.kv_store import KvStore
 from bireme.engines.torch.packed_linear import Experts, GatedMlp, Linear, make_mlp
+from bireme.engines.torch.step import Batch, KernelGroup
 
 
 @dataclass(frozen=True, slots=True)

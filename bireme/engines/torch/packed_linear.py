@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch.decoder_ops import DecoderLinear, DecoderOps
-from bireme.engines.torch.decoder_weights import DecoderLayer, TopKRouter
+from bireme.engines.torch.decoder_weights import DecoderLayer
+from bireme.engines.torch.geometry import TopKRouter
 
 _EXPECTED_ROWS = 16  # of a step: what oneDNN chooses the order for; products of other shapes read it too
 _CHECKED_ROWS = (1, 40)

@@ -9,12 +9,12 @@ import torch
 
 from bireme.engines.base import EngineContext
 from bireme.engines.torch.checkpoint import Checkpoint
-from bireme.engines.torch.disaggregation import Post
 from bireme.engines.torch.embedding_pool import start_share
 from bireme.engines.torch.encoder_engine import make_encoder
-from bireme.engines.torch.limits import EngineLimits
+from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.picture_store import PictureStore
+from bireme.engines.torch.step import Post
 from bireme.engines.torch.tensor_rows import layout_of
 from bireme.engines.torch.vision_language import VisionLanguageModel
 from bireme.engines.torch.vision_tower import drop_vision_tower

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.disaggregation import Post
-from bireme.engines.torch.pictures import SequencePictures
+from bireme.engines.torch.step import Post, SequencePictures
 from bireme.engines.torch.tensor_rows import TensorRows
 from bireme.errors import BiremeError, ResourceExhaustedError
 from bireme.multimodal.embedding_share import EmbeddingShare, Fetched
+from bireme.multimodal.mrope import rope_positions
+from bireme.multimodal.wire import OpenedItem
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -126,3 +127,11 @@ class PictureStore:
             assert isinstance(fetched, TensorRows)
             rows = fetched.tensor
         return rows.to(self._device)
+
+
+def pictures_of(items: tuple[OpenedItem, ...], num_prompt: int, merge_size: int) -> SequencePictures | None:
+    """Return None for a request without pictures."""
+    if not items:
+        return None
+    rope = rope_positions(num_prompt, items, merge_size) if merge_size else None
+    return SequencePictures(items, rope, [None] * len(items))

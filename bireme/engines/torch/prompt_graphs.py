@@ -15,10 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.attention import KernelGroup, PackedChunks
-from bireme.engines.torch.batch import Batch
+from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.graphs import StepGraph, make_graph
-from bireme.engines.torch.limits import EngineLimits
+from bireme.engines.torch.step import Batch, KernelGroup, PackedChunks
 
 logger = logging.getLogger("bireme.engines.torch")
 

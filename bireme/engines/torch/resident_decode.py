@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bireme.engines.torch import sequence as sequences
+from bireme.engines.torch import step
 from bireme.engines.torch.fused_decoder import FusedDecoder
 from bireme.engines.torch.graphs import Pool, make_graph
 from bireme.engines.torch.kernels.decode_attention import (
@@ -37,7 +37,7 @@ from bireme.logits.rows import Row
 logger = logging.getLogger("bireme.engines.torch")
 
 Ints = npt.NDArray[np.int32]
-RowOf = Callable[[sequences.Sequence], Row]
+RowOf = Callable[[step.Sequence], Row]
 
 
 class DecodeState:
@@ -119,7 +119,7 @@ class ResidentDecode:
         self._to_make = sorted(graphs)  # each when a step first needs it, or before, when there is nothing to do
         self.graph_error = ""  # why the last of those could not be made
 
-    def start(self, batch: Sequence[sequences.Sequence], row_of: RowOf, ahead: int = 0) -> Flight:
+    def start(self, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step of one token for each. `ahead`: tokens of each that have been started and not been read."""
         self._turn = 1 - self._turn
         count, state = len(batch), self._state
@@ -157,7 +157,7 @@ class ResidentDecode:
         found: list[int] = flight.tokens.tolist()
         return found
 
-    def _tell(self, told: Ints, batch: Sequence[sequences.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
+    def _tell(self, told: Ints, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
         """Fill in what the step is told; of requests that are new here, or changed a lot, all is copied at once."""
         slots = np.array([sequence.slot for sequence in batch], dtype=np.int32)
         positions = np.array([sequence.computed + ahead for sequence in batch], dtype=np.int32)
@@ -177,7 +177,7 @@ class ResidentDecode:
         if new:
             self._copy_whole(new, row_of)
 
-    def _copy_whole(self, new: Sequence[sequences.Sequence], row_of: RowOf) -> None:
+    def _copy_whole(self, new: Sequence[step.Sequence], row_of: RowOf) -> None:
         state, device = self._state, self._state.told.device
         slots = torch.tensor([sequence.slot for sequence in new], device=device)
         params = np.stack([request_columns(row_of(sequence), sequence.num_prompt) for sequence in new])

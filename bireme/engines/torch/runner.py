@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch import attention
-from bireme.engines.torch.attention import AttentionStep, LayerGeometry, PagedStep, ProbeStep, SizingStep
-from bireme.engines.torch.batch import Batch
+from bireme.engines.torch.attention import AttentionStep, PagedStep, ProbeStep, SizingStep
+from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.kv_store import KvStore
-from bireme.engines.torch.limits import EngineLimits
+from bireme.engines.torch.step import Batch
 from bireme.errors import ConfigError
 
 if TYPE_CHECKING:

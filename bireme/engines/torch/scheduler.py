@@ -13,38 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from bireme.best_effort import BestEffortShare
-from bireme.engines.torch.limits import EngineLimits
-from bireme.engines.torch.sequence import Sequence, SequenceStatus
+from bireme.engines.torch.geometry import EngineLimits
+from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
 from bireme.engines.torch.waiting import WaitingQueue
 from bireme.kv.block_manager import BlockManager
-from bireme.kv.block_tiers import BlockCopy
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    decodes: list[Sequence] = field(default_factory=list)  # one token each
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
-    imports: list[Sequence] = field(default_factory=list)  # admitted; their KV is to be fetched
-    onboards: list[tuple[Sequence, list[BlockCopy]]] = field(default_factory=list)  # admitted; copies to be made first
-    budget: int = 0
-
-    @property
-    def has_tokens(self) -> bool:
-        return bool(self.decodes or self.chunks)
-
-    @property
-    def largest(self) -> Sequence:
-        """The request whose part of the step takes most memory: a chunk, the one that goes furthest."""
-        chunk = max(self.chunks, key=lambda chunk: chunk[0].computed + chunk[1], default=None)
-        return chunk[0] if chunk is not None else max(self.decodes, key=lambda sequence: sequence.computed)
-
-    def keep_running(self) -> None:
-        """Let go of those that have ended or were preempted."""
-        self.decodes = [sequence for sequence in self.decodes if sequence.state is SequenceStatus.RUNNING]
-        self.chunks = [(sequence, count) for sequence, count in self.chunks if sequence.state is SequenceStatus.RUNNING]
 
 
 class Scheduler:

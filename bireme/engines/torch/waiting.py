@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.step import Sequence
 
 
 class WaitingQueue:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bireme.engines.torch.batch import Batch, BatchBuilder
+from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.findings import Findings
+from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.kv_store import KvStore
-from bireme.engines.torch.limits import EngineLimits
 from bireme.engines.torch.runner import HfRunner
-from bireme.engines.torch.scheduler import SchedulerOutput
-from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.step import Batch, SchedulerOutput, Sequence
 from bireme.kv.block_manager import BlockManager
 from bireme.logits.rows import Row
 from bireme.messages import EngineRequest, SamplingParams

@@ -24,8 +24,8 @@ import torch
 from bireme.engines.base import EngineContext
 from bireme.engines.torch.checkpoint import choose_dtype, open_checkpoint
 from bireme.engines.torch.embedding_pool import start_share
-from bireme.engines.torch.picture_store import PictureStore
-from bireme.engines.torch.pictures import SequencePictures, pictures_of
+from bireme.engines.torch.picture_store import PictureStore, pictures_of
+from bireme.engines.torch.step import SequencePictures
 from bireme.engines.torch.tensor_rows import layout_of
 from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.trtllm import lifecycle, model_files

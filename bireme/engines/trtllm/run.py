@@ -17,7 +17,7 @@ from bireme.kv.hashing import MediaSpan
 from bireme.messages import EngineRequest, FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
-    from bireme.engines.torch.pictures import SequencePictures
+    from bireme.engines.torch.step import SequencePictures
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from bireme.engines.torch.core import Parts
-from bireme.engines.torch.scheduler import SchedulerOutput
-from bireme.engines.torch.sequence import Sequence as Request
+from bireme.engines.torch.step import SchedulerOutput
+from bireme.engines.torch.step import Sequence as Request
 from bireme.logits import filters
 from bireme.logits.random import draw_key
 from bireme.logits.rows import Row

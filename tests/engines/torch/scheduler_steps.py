@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from bireme.disagg import DisaggregatedParams
-from bireme.engines.torch.limits import EngineLimits
-from bireme.engines.torch.scheduler import Scheduler, SchedulerOutput
-from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.geometry import EngineLimits
+from bireme.engines.torch.scheduler import Scheduler
+from bireme.engines.torch.step import SchedulerOutput, Sequence
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.messages import EngineRequest, SamplingParams
 

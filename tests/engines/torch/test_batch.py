@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from bireme.engines.torch.batch import BatchBuilder
-from bireme.engines.torch.scheduler import SchedulerOutput
-from bireme.engines.torch.sequence import Sequence
+from bireme.engines.torch.step import SchedulerOutput, Sequence
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.messages import EngineRequest, SamplingParams
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bireme.best_effort import LONGEST_REST_S, QUIET_S, BestEffortShare
-from bireme.engines.torch.sequence import SequenceStatus
+from bireme.engines.torch.step import SequenceStatus
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch.scheduler_steps import STEP_S, Overlapping, Steps
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request

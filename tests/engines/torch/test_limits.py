@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bireme.config import EngineConfig, KvCacheConfig, SchedulerConfig
-from bireme.engines.torch.attention import LayerGeometry
+from bireme.engines.torch.geometry import LayerGeometry
 from bireme.engines.torch.kv_store import group_layers
 from bireme.engines.torch.limits import GpuMemory, gpu_pool_bytes, narrow_windows, pool_sizes, resolve_limits
 from bireme.errors import ConfigError

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from bireme.engines.torch import cpu, decoder_weights, native, packed_decoder, packed_linear
-from bireme.engines.torch.attention import GroupStep, TableStep
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.checkpoint import choose_dtype
 from bireme.engines.torch.decoder_ops import AttentionLayer, NativeOps, PlainOps
-from bireme.engines.torch.decoder_weights import Rotary
+from bireme.engines.torch.geometry import Rotary
+from bireme.engines.torch.step import GroupStep, TableStep
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 

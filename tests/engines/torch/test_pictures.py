@@ -312,7 +312,7 @@ def _wait(condition):
 
 
 def test_pictures_have_positions_of_their_own_length():
-    from bireme.engines.torch.pictures import SequencePictures
+    from bireme.engines.torch.step import SequencePictures
     from bireme.multimodal.mrope import rope_positions
     from bireme.multimodal.wire import OpenedItem
 

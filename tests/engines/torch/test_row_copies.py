@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bireme.engines.torch import row_copies
-from bireme.engines.torch.attention import LayerGeometry
 from bireme.engines.torch.block_mover import _runs, page_locked
+from bireme.engines.torch.geometry import LayerGeometry
 from bireme.engines.torch.kv_store import KvStore, group_layers
 from bireme.engines.torch.row_copies import RowCopies, staging_memory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bireme.engines.torch.sequence import SequenceStatus
+from bireme.engines.torch.step import SequenceStatus
 from tests.engines.torch.scheduler_steps import Overlapping
 
 

@@ -153,7 +153,7 @@ class CudaPool(_Pool):
     def __init__(self) -> None:
         import torch
 
-        from bireme.engines.torch.attention import LayerGeometry
+        from bireme.engines.torch.geometry import LayerGeometry
         from bireme.engines.torch.kv_store import KvStore, group_layers
 
         super().__init__()

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.decoder_weights import Rotary
+from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.kernels.launch import chain, prefetch, wait
 from bireme.engines.torch.kernels.paged_decode import paged_decode_reference, precision
 from bireme.engines.torch.kernels.rotary import rotate_and_store_reference, rotated

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.decoder_weights import TopKRouter
+from bireme.engines.torch.geometry import TopKRouter
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.paged_decode import precision

@@ -1,0 +1,68 @@
+"""What never changes after the start: the shape of layers, their groups, and what one engine takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """A layer's attention call, as the probe saw it."""
+
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    window: int  # 0: all
+    dtype: torch.dtype
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share a window, in the model's order."""
+
+    window: int
+    layers: tuple[int, ...]
+    row_bytes: tuple[int, ...]  # one layer each, keys and values together
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(self.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How a layer's queries and keys are normed and turned."""
+
+    cos_sin: Tensor  # (positions, K) float32: the cosines of the K / 2 angles, then their sines
+    eps: float = 0.0
+    q_norm: Tensor | None = None  # (K,)
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TopKRouter:
+    """How a mixture's layer chooses a token's experts: those with the highest probabilities, which weigh them."""
+
+    weight: Tensor  # (E, hidden)
+    top_k: int
+    is_normed: bool  # the weights of those chosen add up to one
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int  # of the model and the settings; the pool may hold less
+    max_input_len: int
+    tokens_per_block: int
+    enable_chunked_prefill: bool
+    may_preempt: bool  # MAX_UTILIZATION
+    max_logprob_rows: int
+    max_queue_size: int
+    max_queue_time_s: float
+    best_effort_share: float
+    overlaps: bool = False  # a decode step is started before the tokens of the one before are read

@@ -1,0 +1,268 @@
+"""What the parts of the engine hand each other: sequences, a step's plan, its batch and views of the pools."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from bireme.disagg import DisaggregatedParams
+from bireme.engines.base import RequestKey
+from bireme.kv.block_manager import BlockTable
+from bireme.kv.block_tiers import BlockCopy
+from bireme.kv.hashing import MediaSpan
+from bireme.kv.transfer.base import Fetch, Lease
+from bireme.logits.guided.guidance import Guidance
+from bireme.messages import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from bireme.multimodal.mrope import Positions
+from bireme.multimodal.wire import OpenedItem
+
+Post = Callable[[Callable[[], None]], None]  # run it on the engine's thread, between steps
+
+
+@dataclass(slots=True, eq=False)
+class SequencePictures:
+    """Where a sequence's pictures stand, their embeddings, their rotary positions."""
+
+    items: tuple[OpenedItem, ...]  # in the order of positions
+    rope: Positions | None = None  # (3, prompt tokens); None: positions have one dimension
+    rows: list[Tensor | None] = field(default_factory=list)  # (num_tokens, hidden) each, in the model's dtype
+    fetches: list[Fetch] = field(default_factory=list)
+    num_missing: int = 0
+    held_bytes: int = 0
+
+    @property
+    def spans(self) -> tuple[MediaSpan, ...]:
+        return tuple(
+            MediaSpan(item.position, item.position + item.num_tokens, bytes.fromhex(item.hash)) for item in self.items
+        )
+
+    @property
+    def is_to_be_computed(self) -> bool:
+        return any(item.handle is not None for item in self.items)
+
+    def rows_in(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (token, rows from there) of all embeddings for tokens [first, last)."""
+        for item, rows in zip(self.items, self.rows, strict=False):
+            begin, end = max(first, item.position), min(last, item.position + item.num_tokens)
+            if begin < end:
+                assert rows is not None, "a picture's embeddings have been let go of"
+                yield begin, rows[begin - item.position : end - item.position]
+
+    def positions(self, first: int, last: int) -> Positions:
+        """Return the rotary positions of tokens [first, last), generated ones too: (3, last - first)."""
+        assert self.rope is not None
+        known = self.rope[:, first : min(last, self.rope.shape[1])]
+        after = np.arange(max(first, self.rope.shape[1]), last) + self.delta
+        return np.concatenate([known, np.broadcast_to(after, (3, len(after)))], axis=1)
+
+    @property
+    def delta(self) -> int:
+        """Return how far positions run behind tokens after the prompt; zero or less."""
+        assert self.rope is not None
+        return int(self.rope[:, -1].max()) + 1 - self.rope.shape[1]
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = enum.auto()  # in the queue; holds no blocks
+    RUNNING = enum.auto()  # in the batch: prefill or decode
+    IMPORTING = enum.auto()  # holds blocks that a transfer, or copies from a lower tier, are filling
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request inside the engine. Owned by the engine's thread.
+
+    `tokens` is the prompt, then everything generated, resumed tokens first; `computed` of them have their KV in the
+    pool. The last token is always still to be computed.
+    """
+
+    key: RequestKey
+    request: EngineRequest
+    tokens: list[int]
+    num_prompt: int  # without resumed tokens
+    max_tokens: int  # resolved; counts resumed tokens
+    stop_ids: frozenset[int]
+    arrived_at: float  # time.monotonic(), as all times here
+    table: BlockTable
+    deadline: float = 0.0  # 0: none
+    params: DisaggregatedParams | None = None  # generation_only
+    pictures: SequencePictures | None = None
+    lease: Lease | None = None  # context_only
+    state: SequenceStatus = SequenceStatus.WAITING
+    number: int = 0  # order of arrival
+    computed: int = 0
+    slot: int = -1  # row of the batch's block tables
+    mirrored: list[int] = field(default_factory=list)  # per group, blocks copied to that row
+    resident: list[int] = field(default_factory=list)  # per group, blocks that ResidentDecode has; empty: not there
+    is_sampling: bool = False  # the sampler knows it
+    guidance: Guidance | None = None  # set before it joins the queue, if the request has a guide
+    wants_prompt_logprobs: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    fetch: Fetch | None = None
+    imported_from: list[int] = field(default_factory=list)  # per group, the first row that was fetched
+    ending: tuple[FinishReason, str] | None = None  # how it ends when its import has stopped
+    num_cached: int = -1  # tokens found in the pool at first admission; -1: not admitted yet
+    num_matched: dict[int, int] = field(default_factory=dict)  # of these, tokens by tier
+    scheduled_at: float = 0.0
+    imported_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    is_canary: bool = False  # of two tokens, and no load
+    is_best_effort: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_best_effort = self.request.is_best_effort
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens, resumed ones included."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def worst_length(self) -> int:
+        """Most KV rows it may need: the last token is never computed."""
+        if self.request.request_type == "context_only":
+            return len(self.tokens)
+        return max(len(self.tokens), self.num_prompt + self.max_tokens - 1)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Smaller runs first: higher priority, then earlier arrival."""
+        return (-self.request.priority, self.number)
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    decodes: list[Sequence] = field(default_factory=list)  # one token each
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
+    imports: list[Sequence] = field(default_factory=list)  # admitted; their KV is to be fetched
+    onboards: list[tuple[Sequence, list[BlockCopy]]] = field(default_factory=list)  # admitted; copies to be made first
+    budget: int = 0
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self.decodes or self.chunks)
+
+    @property
+    def largest(self) -> Sequence:
+        """The request whose part of the step takes most memory: a chunk, the one that goes furthest."""
+        chunk = max(self.chunks, key=lambda chunk: chunk[0].computed + chunk[1], default=None)
+        return chunk[0] if chunk is not None else max(self.decodes, key=lambda sequence: sequence.computed)
+
+    def keep_running(self) -> None:
+        """Let go of those that have ended or were preempted."""
+        self.decodes = [sequence for sequence in self.decodes if sequence.state is SequenceStatus.RUNNING]
+        self.chunks = [(sequence, count) for sequence, count in self.chunks if sequence.state is SequenceStatus.RUNNING]
+
+
+@dataclass(slots=True)
+class DecodeView:
+    """KV of the step's decode rows: the same number of blocks each, padded with the null block."""
+
+    blocks: Tensor  # (rows * num_blocks,) block ids
+    num_rows: int
+    num_blocks: int
+    first: int  # when all rows see the same part [first, last) of their blocks ...
+    last: int
+    mask: Tensor | None  # ... this is None; otherwise (rows, 1, 1, num_blocks * block size), true: visible
+
+
+@dataclass(slots=True)
+class DecodeTable:
+    """KV of the step's decode rows."""
+
+    blocks: Tensor  # (rows, columns) int32
+    lengths: Tensor  # (rows,) int32: tokens that each sees, its own included
+
+
+@dataclass(slots=True)
+class ChunkView:
+    """KV of one prefill chunk."""
+
+    begin: int  # its tokens are [begin, end) of the packed row
+    end: int
+    rows: Tensor | None  # (L,) pool rows that it sees; None: exactly its own tokens
+    mask: Tensor | None  # (1, 1, tokens, L), true: visible; None: causal
+
+
+@dataclass(slots=True)
+class GroupStep:
+    """One window's share of a step."""
+
+    slots: Tensor  # (T,) pool row that each token's key and value go to
+    decode: DecodeView | None  # what its attention reads
+    chunks: list[ChunkView]
+
+
+@dataclass(slots=True)
+class TableStep:
+    """One window's share of a step, for operations that find pool rows themselves."""
+
+    tables: Tensor  # (batch rows, columns) int64 block ids
+    rows: Tensor  # (1, T) int64: the batch row of each token
+    num_decodes: int
+    chunks: list[ChunkView]
+
+
+@dataclass(slots=True)
+class PackedChunks:
+    """KV of prefill chunks that follow each other in the step; as many as may be gathered at once."""
+
+    begin: int  # their tokens are [begin, end) of the packed row
+    end: int
+    rows: Tensor  # (L,) pool rows of what they see, chunk after chunk; of a window's layers no more than that
+    query_begins: Tensor  # (chunks + 1,) int32, from 0
+    key_begins: Tensor  # (chunks + 1,) int32
+    longest_query: int
+    longest_key: int
+    is_fresh: bool  # they see nothing but their own tokens
+    is_padded: bool = False  # more tokens may follow theirs, and fewer keys be seen than the longest: a graph's
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.query_begins) == 2
+
+
+@dataclass(slots=True)
+class KernelGroup:
+    """One window's share of a step."""
+
+    slots: Tensor  # (T,) pool row that each token's key and value go to
+    decode: DecodeTable | None
+    chunks: list[PackedChunks]
+    window: int
+
+
+@dataclass(slots=True)
+class PromptRows:
+    """Logits rows of a chunk whose next tokens are given by the prompt."""
+
+    sequence: Sequence
+    begin: int  # in the step's logits
+    next_ids: list[int]
+
+
+@dataclass(slots=True)
+class Batch:
+    ids: Tensor  # (1, T) int64
+    positions: Tensor  # (1, T) int64; (3, 1, T) for a model with positions in three dimensions
+    logits_rows: Tensor | None  # int64: rows to sample first, then those of prompt log probabilities; None: all
+    groups: list[GroupStep] | list[TableStep] | list[KernelGroup]  # per group
+    sampled: list[Sequence]  # in the order of the logits rows
+    prompt_rows: list[PromptRows]
+    embeddings: list[tuple[int, Tensor]] = field(default_factory=list)  # of pictures: place in the step, rows
+    num_decodes: int = 0
+    is_decode: bool = False  # nothing but decode rows: logits are wanted of all, in their order
