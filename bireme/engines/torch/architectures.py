@@ -76,6 +76,10 @@ def architecture_of(config: Any) -> str:
     return str(names[0])
 
 
+def is_picture_model(name: str) -> bool:
+    return name in PROVED_WITH_PICTURES
+
+
 def check_architecture(config: Any) -> str:
     """Return the class name of a transformers config. Raises ConfigError for what this engine can't run."""
     name = architecture_of(config)

@@ -18,9 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bireme.engines.torch import cpu
-from bireme.engines.torch.architectures import architecture_of, check_architecture
+from bireme.engines.torch.architectures import architecture_of, check_architecture, is_picture_model
 from bireme.engines.torch.lean_imports import without_compiler, without_symbols
-from bireme.engines.torch.vision_models import is_picture_model
 from bireme.errors import ConfigError, one_line
 
 logger = logging.getLogger("bireme.engines.torch")

@@ -9,7 +9,7 @@ from bireme.errors import UnavailableError
 from bireme.messages import EncodeRequest
 
 if TYPE_CHECKING:
-    from bireme.engines.torch.encoder_engine import EncodeJobs
+    from bireme.engines.torch.encode_jobs import EncodeJobs
 
 
 class EncodeSide:

@@ -50,7 +50,7 @@ class TorchEngine(EncodeSide):
         self._emit = emit
         self._loaded = LoadedEngine(self._context, self._post)
         if self._loaded.encoder is not None:
-            from bireme.engines.torch.encoder_engine import EncodeJobs  # Pillow, aiohttp: only for pictures
+            from bireme.engines.torch.encode_jobs import EncodeJobs
 
             self._jobs = EncodeJobs(self._context, self._loaded.encoder, emit)
         self._thread = threading.Thread(target=self._run, args=(self._loaded.core,), name="engine", daemon=True)

@@ -4,13 +4,12 @@ five kernels; norms of what attention and MLP add, and mixtures, take more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch.attention import Extras
+from bireme.engines.torch.decode_state import DecodeState
 from bireme.engines.torch.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.kernel_step import attend_stored
 from bireme.engines.torch.kernels.decode_attention import decode_attention
@@ -22,9 +21,6 @@ from bireme.engines.torch.kernels.row_wise import cap, gate, rms_norm
 from bireme.engines.torch.kernels.step_begin import begin_step
 from bireme.engines.torch.kv_store import KvStore
 from bireme.engines.torch.step import Batch, KernelGroup
-
-if TYPE_CHECKING:
-    from bireme.engines.torch.resident_decode import DecodeState
 
 
 class FusedDecoder:

@@ -17,6 +17,7 @@ from bireme.engines.base import EngineContext, RequestKey
 from bireme.engines.torch import kernels
 from bireme.engines.torch import limits as limit
 from bireme.engines.torch.admission import Admission
+from bireme.engines.torch.architectures import is_picture_model
 from bireme.engines.torch.batch import BatchBuilder
 from bireme.engines.torch.block_mover import BlockMover
 from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, open_checkpoint
@@ -33,7 +34,6 @@ from bireme.engines.torch.packed_decoder import PackedDecoder
 from bireme.engines.torch.runner import HfRunner, peak_bytes, probe, route_attention
 from bireme.engines.torch.shared_weights import SharedModel, load_own, load_shared, weights_id
 from bireme.engines.torch.step import Post
-from bireme.engines.torch.vision_models import is_picture_model
 from bireme.engines.torch.warmup import FirstPasses, check_packed, check_resident, warm_up
 from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
@@ -274,15 +274,16 @@ def _packed(model: Any, on: FirstPasses, is_shared: bool) -> BatchBuilder:
 def _resident(weights: DecoderWeights, on: FirstPasses, config: EngineConfig, vocab_size: int) -> ResidentDecode | None:
     """Put the fused decoder in place of the model's modules; None: it does not compute what they do."""
     from bireme.engines.torch.decode_graphs import bucket_sizes, graph_sizes
+    from bireme.engines.torch.decode_state import DecodeState
     from bireme.engines.torch.fused_decoder import FusedDecoder
-    from bireme.engines.torch.resident_decode import DecodeState, ResidentDecode
+    from bireme.engines.torch.resident_decode import ResidentDecode
 
     store, limits = on.store, on.limits
     decoder, most = FusedDecoder(weights, store), limits.max_batch_size
     graphs = graph_sizes(config.cuda_graph_config, most) if store.device.type == "cuda" else []
     is_padded = config.cuda_graph_config is None or config.cuda_graph_config.enable_padding
     try:
-        state = DecodeState(decoder, store, most, -(-limits.max_seq_len // limits.tokens_per_block) + 1, most)
+        state = DecodeState(weights, store, most, -(-limits.max_seq_len // limits.tokens_per_block) + 1, most)
         sizes = sorted({*graphs, *bucket_sizes(most)})
         resident = ResidentDecode(decoder, state, vocab_size, sizes, graphs, is_padded)
         check_resident(resident, on)

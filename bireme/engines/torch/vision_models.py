@@ -133,10 +133,6 @@ FAMILIES: dict[str, type[Llava] | type[LlavaNext] | type[Qwen25Vl]] = {
 }
 
 
-def is_picture_model(name: str) -> bool:
-    return name in FAMILIES
-
-
 def family_of(config: Any) -> VisionFamily:
     """Return the family of a transformers config whose architecture has been checked. Raises ConfigError."""
     return FAMILIES[architecture_of(config)](config)

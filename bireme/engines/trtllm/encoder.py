@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from bireme.engines.base import Emit, EngineContext
 from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
 from bireme.engines.torch.embedding_pool import start_share
-from bireme.engines.torch.encoder_engine import EncodeJobs, EncoderEngine, capacity_of
+from bireme.engines.torch.encode_jobs import EncodeJobs
+from bireme.engines.torch.encoder_engine import EncoderEngine, capacity_of
 from bireme.engines.torch.picture_encoder import PictureEncoder
 from bireme.engines.torch.tensor_rows import TensorRows
 from bireme.engines.trtllm import lifecycle, model_files

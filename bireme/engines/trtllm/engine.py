@@ -55,7 +55,7 @@ class TrtllmEngine(EncodeSide):
         loaded.iterations.start()
         loaded.capacity = measured(loaded, _FIRST_STATISTICS_S)
         if loaded.pictures is not None and loaded.pictures.tower is not None:
-            from bireme.engines.torch.encoder_engine import EncodeJobs
+            from bireme.engines.torch.encode_jobs import EncodeJobs
 
             self._jobs = EncodeJobs(self._context, loaded.pictures.tower.encoder, emit)
         self._health = lifecycle.LlmMonitor(loaded.llm, self.fail)
