@@ -40,7 +40,7 @@ import torch
 from bireme.config import EngineConfig, KvCacheConfig, Limits
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
-from bireme.engines.torch import decoder_weights
+from bireme.engines.torch.forward import decoder_weights
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry

@@ -177,7 +177,7 @@ class Bench:
             load_format="dummy",
         )
         if options.modules:
-            from bireme.engines.torch import decoder_weights
+            from bireme.engines.torch.forward import decoder_weights
 
             decoder_weights.FAMILIES = ()
         self._loaded = LoadedEngine(

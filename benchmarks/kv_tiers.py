@@ -34,8 +34,8 @@ from benchmarks.engine_gpu import SHAPES, seconds_of, write_config
 from bireme.config import EngineConfig, KvCacheConfig, Limits
 from bireme.engines.base import EngineContext, PlainTokens, StepOutput
 from bireme.engines.child.validate import Gate
-from bireme.engines.torch.block_mover import BlockMover
 from bireme.engines.torch.engine import TorchEngine
+from bireme.engines.torch.pools.block_mover import BlockMover
 from bireme.kv.block_tiers import BlockCopy, CopyResult
 from bireme.kv.events import DEVICE, HOST
 from bireme.messages import EngineRequest, SamplingParams

@@ -38,7 +38,7 @@ class EmbeddingRows(Protocol):
 
 
 class SharedPool(Protocol):
-    """Memory of this process that others map; see engines/torch/embedding_pool.py. From any thread."""
+    """Memory of this process that others map; see engines/torch/images/embedding_pool.py. From any thread."""
 
     @property
     def memory(self) -> RowMemory: ...

@@ -19,7 +19,7 @@ from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
 
 from bireme.config import EngineConfig
 from bireme.engines.base import EngineContext
-from bireme.engines.torch.checkpoint import open_checkpoint
+from bireme.engines.torch.weights.checkpoint import open_checkpoint
 from bireme.engines.trtllm.encoder import HandleEncoder
 from bireme.metrics import Registry
 

@@ -51,7 +51,7 @@ def test_the_encoder_takes_of_transformers_only_what_its_oldest_release_has():
 
 
 def test_the_torch_engine_s_attention_which_needs_a_later_transformers_stays_out():
-    assert "bireme.engines.torch.attention" not in loaded_with("bireme.engines.trtllm.encoder")
+    assert "bireme.engines.torch.forward.attention" not in loaded_with("bireme.engines.trtllm.encoder")
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bireme.engines.base import EngineContext
-from bireme.engines.torch.checkpoint import open_checkpoint
-from bireme.engines.torch.encoder_engine import make_encoder
-from bireme.engines.torch.vision_tower import load_vision_tower
+from bireme.engines.torch.images.encoder_engine import make_encoder
+from bireme.engines.torch.images.vision_tower import load_vision_tower
+from bireme.engines.torch.weights.checkpoint import open_checkpoint
 from bireme.engines.trtllm import create
 from bireme.engines.trtllm.encoder import HandleEncoder, TrtllmEncoderEngine, handles_of, make_multimodal_encoder
 from bireme.errors import BiremeError, ConfigError

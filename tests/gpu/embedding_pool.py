@@ -28,8 +28,8 @@ import torch
 from bireme.config import CacheTransceiverConfig
 from bireme.discovery import run_folder
 from bireme.discovery.records import WorkerRecord, host_id
-from bireme.engines.torch.embedding_pool import EmbeddingPool
-from bireme.engines.torch.tensor_rows import TensorRows, layout_of
+from bireme.engines.torch.images.embedding_pool import EmbeddingPool
+from bireme.engines.torch.images.tensor_rows import TensorRows, layout_of
 from bireme.kv.transfer import MAPPED, create_transfer
 from bireme.metrics import Registry
 from bireme.multimodal.embedding_share import EmbeddingShare

@@ -39,6 +39,23 @@ ENGINE_ROWS = (
     ("registry",),
     ("worker",),
 )
+# Folders of many modules: rows of rooms, strictly downwards and with what is imported for types alone; how many rooms
+# and arrows between them there may be.
+ROOMS = {
+    "engines/torch": (
+        (
+            ("geometry", "step", "native"),
+            ("kernels", "weights"),
+            ("pools", "embedding"),
+            ("images", "forward"),
+            ("scheduling",),
+            ("loading",),
+            ("engine",),
+        ),
+        16,
+        35,
+    ),
+}
 ENGINE_NAMES = {repr(name) for name in get_args(EngineName)}
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 # Outside the rows: programs that start others, and the frontend, which can run on another machine.
@@ -101,6 +118,30 @@ def test_engines_has_few_entries_and_each_its_place_in_the_order():
     entries = {path.name.removesuffix(".py") for path in ENGINES.iterdir()} - {"__init__", "__pycache__"}
     assert entries == {name for row in ENGINE_ROWS for name in row}
     assert len(entries) <= 12
+
+
+def room_of(folder, module):
+    """Return the entry of a folder that a module lies in; "": it is elsewhere, or the folder itself."""
+    inside = module.removeprefix(f"bireme.{folder.replace('/', '.')}.")
+    return "" if inside == module else inside.split(".")[0]
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_a_folder_of_many_modules_has_few_rooms_and_few_arrows_between_them(folder):
+    rows, most_rooms, most_arrows = ROOMS[folder]
+    rank = {room: rank for rank, row in enumerate(rows) for room in row}
+    entries = {path.name.removesuffix(".py") for path in (PACKAGE / folder).iterdir()} - {"__init__", "__pycache__"}
+    assert entries == rank.keys()
+    assert len(rank) <= most_rooms
+    arrows = {
+        (room, target): f"{name_of(path)}:{found.line} imports {found.module}"
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        if (room := path.relative_to(PACKAGE / folder).parts[0].removesuffix(".py")) != "__init__"
+        for found in imports_of(path)
+        if (target := room_of(folder, found.module)) not in ("", room)
+    }
+    assert [told for (room, target), told in arrows.items() if rank[target] >= rank[room]] == []
+    assert len(arrows) <= most_arrows
 
 
 def test_no_code_but_its_own_asks_for_an_engine_by_its_name():

@@ -15,7 +15,7 @@ def create(context: EngineContext) -> Engine:
     if context.stage == "multimodal_encoder":
         return _encoder(context)
     if context.stage == "embedding":
-        from bireme.engines.torch.text_embedding import TorchEmbeddingEngine
+        from bireme.engines.torch.embedding.text_embedding import TorchEmbeddingEngine
 
         return TorchEmbeddingEngine(context)
     from bireme.engines.torch.engine import TorchEngine
@@ -27,14 +27,15 @@ def prepare(model_path: str, config: EngineConfig) -> None:
     """Import what the engine's start does, the model's own module too; takes nothing of a GPU. Raises ConfigError."""
     import torch
 
-    from bireme.engines.torch import checkpoint, engine, kernels  # noqa: F401
+    from bireme.engines.torch import engine, kernels  # noqa: F401
+    from bireme.engines.torch.weights import checkpoint
 
     opened = checkpoint.open_checkpoint(model_path, load_format=config.load_format)
     checkpoint.model_class(opened)._model_mapping[type(opened.config)]
     if torch.cuda.is_available():
         torch.cuda.init()
         if kernels.is_usable(torch.device("cuda")):
-            from bireme.engines.torch import fused_decoder, kernel_step, resident_decode  # noqa: F401
+            from bireme.engines.torch.forward import fused_decoder, kernel_step, resident_decode  # noqa: F401
 
             kernels.prepare_compiler()
 
@@ -50,8 +51,8 @@ def _encoder(context: EngineContext) -> Engine:
     from bireme.errors import ConfigError
 
     try:
-        from bireme.engines.torch.encoder_engine import EncoderEngine
-        from bireme.engines.torch.lean_imports import import_transformers
+        from bireme.engines.torch.images.encoder_engine import EncoderEngine
+        from bireme.engines.torch.weights.lean_imports import import_transformers
     except ModuleNotFoundError as error:
         raise ConfigError(f"multimodal_encoder needs {error.name}; pip install -e .[multimodal]") from error
     import_transformers()

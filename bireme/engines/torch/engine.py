@@ -16,11 +16,11 @@ from functools import partial
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.child.lost_device import EXIT_BROKEN
-from bireme.engines.torch.core import BrokenEngineError, EngineCore
-from bireme.engines.torch.encode_side import EncodeSide
-from bireme.engines.torch.lean_imports import import_transformers
+from bireme.engines.torch.images.encode_side import EncodeSide
 from bireme.engines.torch.loading import LoadedEngine
+from bireme.engines.torch.scheduling.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.step import Sequence
+from bireme.engines.torch.weights.lean_imports import import_transformers
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import KvEvent
 from bireme.messages import Capacity
@@ -50,7 +50,7 @@ class TorchEngine(EncodeSide):
         self._emit = emit
         self._loaded = LoadedEngine(self._context, self._post)
         if self._loaded.encoder is not None:
-            from bireme.engines.torch.encode_jobs import EncodeJobs
+            from bireme.engines.torch.images.encode_jobs import EncodeJobs
 
             self._jobs = EncodeJobs(self._context, self._loaded.encoder, emit)
         self._thread = threading.Thread(target=self._run, args=(self._loaded.core,), name="engine", daemon=True)

@@ -15,26 +15,26 @@ import torch
 from bireme.config import EngineConfig
 from bireme.engines.base import EngineContext, RequestKey
 from bireme.engines.torch import kernels
-from bireme.engines.torch import limits as limit
-from bireme.engines.torch.admission import Admission
-from bireme.engines.torch.architectures import is_picture_model
-from bireme.engines.torch.batch import BatchBuilder
-from bireme.engines.torch.block_mover import BlockMover
-from bireme.engines.torch.checkpoint import Checkpoint, eos_token_ids, open_checkpoint
-from bireme.engines.torch.core import EngineCore, Parts
-from bireme.engines.torch.decoder_ops import choose_ops
-from bireme.engines.torch.decoder_weights import DecoderWeights, fuse, why_not_fused
-from bireme.engines.torch.disaggregation import TorchExporter, TorchImporter
-from bireme.engines.torch.findings import Findings
+from bireme.engines.torch.forward.batch import BatchBuilder
+from bireme.engines.torch.forward.decoder_ops import choose_ops
+from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
+from bireme.engines.torch.forward.findings import Findings
+from bireme.engines.torch.forward.packed_decoder import PackedDecoder
+from bireme.engines.torch.forward.runner import HfRunner, peak_bytes, probe, route_attention
+from bireme.engines.torch.forward.warmup import FirstPasses, check_packed, check_resident, warm_up
 from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
-from bireme.engines.torch.guides import TorchGuides
-from bireme.engines.torch.kv_store import KvStore, group_layers
-from bireme.engines.torch.metrics import TorchMetrics
-from bireme.engines.torch.packed_decoder import PackedDecoder
-from bireme.engines.torch.runner import HfRunner, peak_bytes, probe, route_attention
-from bireme.engines.torch.shared_weights import SharedModel, load_own, load_shared, weights_id
+from bireme.engines.torch.pools.block_mover import BlockMover
+from bireme.engines.torch.pools.kv_store import KvStore, group_layers
+from bireme.engines.torch.scheduling.admission import Admission
+from bireme.engines.torch.scheduling.core import EngineCore, Parts
+from bireme.engines.torch.scheduling.disaggregation import TorchExporter, TorchImporter
+from bireme.engines.torch.scheduling.guides import TorchGuides
+from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.step import Post
-from bireme.engines.torch.warmup import FirstPasses, check_packed, check_resident, warm_up
+from bireme.engines.torch.weights import limits as limit
+from bireme.engines.torch.weights.architectures import is_picture_model
+from bireme.engines.torch.weights.checkpoint import Checkpoint, eos_token_ids, open_checkpoint
+from bireme.engines.torch.weights.shared_weights import SharedModel, load_own, load_shared, weights_id
 from bireme.errors import ConfigError
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.kv.block_pool import DEFAULT_PRIORITY
@@ -45,9 +45,9 @@ from bireme.messages import Capacity
 from bireme.own_work import Work
 
 if TYPE_CHECKING:
-    from bireme.engines.torch.picture_side import PictureSide
-    from bireme.engines.torch.prompt_graphs import PromptGraphs
-    from bireme.engines.torch.resident_decode import ResidentDecode
+    from bireme.engines.torch.forward.prompt_graphs import PromptGraphs
+    from bireme.engines.torch.forward.resident_decode import ResidentDecode
+    from bireme.engines.torch.images.picture_side import PictureSide
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -195,7 +195,7 @@ def _picture_side(
     if not is_picture_model(checkpoint.name):
         return None
     try:
-        from bireme.engines.torch.picture_side import make_picture_side
+        from bireme.engines.torch.images.picture_side import make_picture_side
     except ModuleNotFoundError as error:
         raise ConfigError(f"{checkpoint.name}: pictures need {error.name}; pip install -e .[multimodal]") from error
     return make_picture_side(context, checkpoint, model, device, post, limits)
@@ -273,10 +273,10 @@ def _packed(model: Any, on: FirstPasses, is_shared: bool) -> BatchBuilder:
 
 def _resident(weights: DecoderWeights, on: FirstPasses, config: EngineConfig, vocab_size: int) -> ResidentDecode | None:
     """Put the fused decoder in place of the model's modules; None: it does not compute what they do."""
-    from bireme.engines.torch.decode_graphs import bucket_sizes, graph_sizes
-    from bireme.engines.torch.decode_state import DecodeState
-    from bireme.engines.torch.fused_decoder import FusedDecoder
-    from bireme.engines.torch.resident_decode import ResidentDecode
+    from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes
+    from bireme.engines.torch.forward.decode_state import DecodeState
+    from bireme.engines.torch.forward.fused_decoder import FusedDecoder
+    from bireme.engines.torch.forward.resident_decode import ResidentDecode
 
     store, limits = on.store, on.limits
     decoder, most = FusedDecoder(weights, store), limits.max_batch_size
@@ -299,7 +299,7 @@ def _make_graphs(
     runner: HfRunner, store: KvStore, limits: EngineLimits, config: EngineConfig, has_grid_positions: bool
 ) -> bool:
     """Return whether the model's steps can be graphs, and are to be."""
-    from bireme.engines.torch.decode_graphs import DecodeGraphs, graph_sizes
+    from bireme.engines.torch.forward.decode_graphs import DecodeGraphs, graph_sizes
 
     windows, columns = [group.window for group in store.groups], -(-limits.max_seq_len // limits.tokens_per_block) + 1
     sizes, settings = graph_sizes(config.cuda_graph_config, limits.max_batch_size), config.cuda_graph_config
@@ -319,7 +319,7 @@ def _prompt_graphs(
     runner: HfRunner, store: KvStore, limits: EngineLimits, config: EngineConfig, has_grid_positions: bool
 ) -> PromptGraphs | None:
     """Have the runner use graphs of short prompts, which are still to be made. None: graphs are off, or not padded."""
-    from bireme.engines.torch.prompt_graphs import PromptGraphs
+    from bireme.engines.torch.forward.prompt_graphs import PromptGraphs
 
     if config.cuda_graph_config is None or not config.cuda_graph_config.enable_padding:
         return None

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bireme.engines.base import Emit, EngineContext
-from bireme.engines.torch.checkpoint import Checkpoint, choose_dtype, open_checkpoint
-from bireme.engines.torch.embedding_pool import start_share
-from bireme.engines.torch.encode_jobs import EncodeJobs
-from bireme.engines.torch.encoder_engine import EncoderEngine, capacity_of
-from bireme.engines.torch.picture_encoder import PictureEncoder
-from bireme.engines.torch.tensor_rows import TensorRows
+from bireme.engines.torch.images.embedding_pool import start_share
+from bireme.engines.torch.images.encode_jobs import EncodeJobs
+from bireme.engines.torch.images.encoder_engine import EncoderEngine, capacity_of
+from bireme.engines.torch.images.picture_encoder import PictureEncoder
+from bireme.engines.torch.images.tensor_rows import TensorRows
+from bireme.engines.torch.weights.checkpoint import Checkpoint, choose_dtype, open_checkpoint
 from bireme.engines.trtllm import lifecycle, model_files
 from bireme.engines.trtllm.api import BACKENDS, set_log_level
 from bireme.engines.trtllm.config import llm_arguments

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
-from bireme.engines.torch.encode_side import EncodeSide
+from bireme.engines.torch.images.encode_side import EncodeSide
 from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.loading import Loaded, load, measured
 from bireme.engines.trtllm.requests import Requests
@@ -55,7 +55,7 @@ class TrtllmEngine(EncodeSide):
         loaded.iterations.start()
         loaded.capacity = measured(loaded, _FIRST_STATISTICS_S)
         if loaded.pictures is not None and loaded.pictures.tower is not None:
-            from bireme.engines.torch.encode_jobs import EncodeJobs
+            from bireme.engines.torch.images.encode_jobs import EncodeJobs
 
             self._jobs = EncodeJobs(self._context, loaded.pictures.tower.encoder, emit)
         self._health = lifecycle.LlmMonitor(loaded.llm, self.fail)

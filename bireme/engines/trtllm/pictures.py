@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from bireme.engines.base import EngineContext
-from bireme.engines.torch.architectures import is_picture_model
-from bireme.engines.torch.checkpoint import choose_dtype, open_checkpoint
-from bireme.engines.torch.embedding_pool import start_share
-from bireme.engines.torch.picture_store import PictureStore, pictures_of
+from bireme.engines.torch.images.embedding_pool import start_share
+from bireme.engines.torch.images.picture_store import PictureStore, pictures_of
+from bireme.engines.torch.images.tensor_rows import layout_of
 from bireme.engines.torch.step import SequencePictures
-from bireme.engines.torch.tensor_rows import layout_of
+from bireme.engines.torch.weights.architectures import is_picture_model
+from bireme.engines.torch.weights.checkpoint import choose_dtype, open_checkpoint
 from bireme.engines.trtllm import lifecycle, model_files
 from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.encoder import HandleEncoder, check_processes, first_device, make_multimodal_encoder

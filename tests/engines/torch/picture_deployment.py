@@ -13,7 +13,7 @@ from PIL import Image
 from bireme.config import EngineConfig, Limits
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
-from bireme.engines.torch.encoder_engine import EncoderEngine
+from bireme.engines.torch.images.encoder_engine import EncoderEngine
 from bireme.kv.transfer.base import KvTransfer
 from bireme.kv.transfer.fake import FakeNetwork
 from bireme.messages import EncodeRequest, EncodeSource, EngineRequest

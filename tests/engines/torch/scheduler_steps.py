@@ -6,7 +6,7 @@ from typing import Any
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.torch.geometry import EngineLimits
-from bireme.engines.torch.scheduler import Scheduler
+from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.step import SchedulerOutput, Sequence
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.messages import EngineRequest, SamplingParams

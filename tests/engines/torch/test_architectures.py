@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bireme.engines.torch.architectures import PROVED, check_architecture, position_limit
-from bireme.engines.torch.checkpoint import open_checkpoint
-from bireme.engines.torch.decoder_weights import FAMILIES
+from bireme.engines.torch.forward.decoder_weights import FAMILIES
+from bireme.engines.torch.weights.architectures import PROVED, check_architecture, position_limit
+from bireme.engines.torch.weights.checkpoint import open_checkpoint
 from bireme.errors import ConfigError
 from tests.engines.torch import tiny_models
 from tests.engines.torch.tiny_models import SETTINGS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bireme.engines.torch.batch import BatchBuilder
+from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.step import SchedulerOutput, Sequence
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.messages import EngineRequest, SamplingParams

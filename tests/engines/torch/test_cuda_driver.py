@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from bireme.config import CHECKOUT
-from bireme.engines.torch.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError
+from bireme.engines.torch.pools.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError
 
 STAND_IN = Path(__file__).with_name("stand_in_ipc.c")
 OWNER = """
 import ctypes, sys
-from bireme.engines.torch.cuda_driver import CudaDriver
+from bireme.engines.torch.pools.cuda_driver import CudaDriver
 driver, library = CudaDriver(0, sys.argv[1]), ctypes.CDLL(sys.argv[1])
 library.stand_in_allocation.restype = ctypes.c_void_p
 address = library.stand_in_allocation()

@@ -14,8 +14,8 @@ import torch
 from bireme.config import CHECKOUT, CacheTransceiverConfig
 from bireme.discovery import run_folder
 from bireme.discovery.records import WorkerRecord, host_id
-from bireme.engines.torch.embedding_pool import EmbeddingPool
-from bireme.engines.torch.tensor_rows import TensorRows, layout_of
+from bireme.engines.torch.images.embedding_pool import EmbeddingPool
+from bireme.engines.torch.images.tensor_rows import TensorRows, layout_of
 from bireme.errors import ConfigError
 from bireme.kv.transfer import MAPPED, create_transfer
 from bireme.metrics import Registry

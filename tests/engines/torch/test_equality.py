@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bireme.engines.torch import decoder_weights
+from bireme.engines.torch.forward import decoder_weights
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
 
 ON_MODULES = "gemma3 on modules"  # transformers' own; the others on a decoder of this engine's

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bireme.engines.torch import loading
-from bireme.engines.torch.packed_decoder import PackedDecoder
-from bireme.engines.torch.runner import HfRunner
+from bireme.engines.torch.forward.packed_decoder import PackedDecoder
+from bireme.engines.torch.forward.runner import HfRunner
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 

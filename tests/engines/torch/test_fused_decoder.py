@@ -8,10 +8,11 @@ import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.config import CudaGraphConfig
-from bireme.engines.torch import decoder_weights, kernels
-from bireme.engines.torch.decode_graphs import graph_sizes
-from bireme.engines.torch.graphs import capture
-from bireme.engines.torch.runner import HfRunner
+from bireme.engines.torch import kernels
+from bireme.engines.torch.forward import decoder_weights
+from bireme.engines.torch.forward.decode_graphs import graph_sizes
+from bireme.engines.torch.forward.graphs import capture
+from bireme.engines.torch.forward.runner import HfRunner
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request

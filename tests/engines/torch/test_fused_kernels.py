@@ -16,7 +16,7 @@ from bireme.logits.rows import Row
 from bireme.messages import SamplingParams
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
-from bireme.engines.torch import decoder_weights
+from bireme.engines.torch.forward import decoder_weights
 from bireme.engines.torch.kernels import (
     decode_attention,
     draw,

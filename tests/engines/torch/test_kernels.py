@@ -9,10 +9,11 @@ import torch
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
-from bireme.engines.torch import decoder_weights, kernels
+from bireme.engines.torch import kernels
+from bireme.engines.torch.forward import decoder_weights
 from bireme.engines.torch.kernels.packed_prefill import num_parts, packed_prefill, packed_prefill_reference
 from bireme.engines.torch.kernels.paged_decode import paged_decode, paged_decode_reference
-from bireme.engines.torch.row_copies import move_rows
+from bireme.engines.torch.pools.row_copies import move_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = 40
@@ -121,7 +122,7 @@ def test_an_engine_that_runs_on_the_kernels_equals_generate(tiny, monkeypatch):
 
 @pytest.mark.parametrize("most", [1, 3, 64, 100, 256])
 def test_graphs_are_made_for_few_batch_sizes_and_fill_up_few_rows(most):
-    from bireme.engines.torch.decode_graphs import bucket_sizes
+    from bireme.engines.torch.forward.decode_graphs import bucket_sizes
 
     sizes = bucket_sizes(most)
     assert sizes[0] == 1 and sizes[-1] == most and len(sizes) <= 20

@@ -22,8 +22,8 @@ import sys
 from bireme.config import EngineConfig
 from bireme.engines.registry import prepare
 prepare("torch", sys.argv[1], EngineConfig())
-from bireme.engines.torch.checkpoint import open_checkpoint
-from bireme.engines.torch.shared_weights import make_skeleton
+from bireme.engines.torch.weights.checkpoint import open_checkpoint
+from bireme.engines.torch.weights.shared_weights import make_skeleton
 make_skeleton(open_checkpoint(sys.argv[1]), "float32")
 """
 LEFT_OUT = """
@@ -32,7 +32,7 @@ print([name for name in names if name in sys.modules])
 """
 MARK = """
 import sys
-from bireme.engines.torch.lean_imports import without_compiler
+from bireme.engines.torch.weights.lean_imports import without_compiler
 with without_compiler():
     import torch
     marked = torch.compiler.disable(len)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from bireme.config import CHECKOUT
-from bireme.engines.torch.mapped_pools import share_pools
+from bireme.engines.torch.pools.mapped_pools import share_pools
 from bireme.errors import ConfigError
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OWNER = """
 import sys, msgspec, torch
-from bireme.engines.torch.mapped_pools import share_pools
+from bireme.engines.torch.pools.mapped_pools import share_pools
 device = torch.device("cuda", 0)
 tensors = [torch.full((1 << 16, size), 7, dtype=torch.uint8, device=device) for size in (2048, 1024, 16)]
 torch.cuda.synchronize()
@@ -26,7 +26,7 @@ sys.stdin.read()
 """
 READER = """
 import sys, msgspec, subprocess, torch, numpy as np
-from bireme.engines.torch.mapped_pools import MappedPools
+from bireme.engines.torch.pools.mapped_pools import MappedPools
 from bireme.kv.transfer.wire import SharedMemory
 device = torch.device("cuda", 0)
 owner = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -62,7 +62,7 @@ def test_a_gpu_stays_usable_when_the_owner_of_mapped_memory_dies_in_the_midst_of
 @needs_gpu
 def test_memory_without_handles_is_refused_with_the_key_and_the_remedy():
     code = (
-        "import torch; from bireme.engines.torch.mapped_pools import share_pools; d = torch.device('cuda', 0);"
+        "import torch; from bireme.engines.torch.pools.mapped_pools import share_pools; d = torch.device('cuda', 0);"
         "share_pools([[torch.zeros(1 << 20, 64, device=d)]], d)"
     )
     settings = {"PYTHONPATH": str(CHECKOUT), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

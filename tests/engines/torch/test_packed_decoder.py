@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from bireme.engines.torch import cpu, decoder_weights, native, packed_decoder, packed_linear
-from bireme.engines.torch.batch import BatchBuilder
-from bireme.engines.torch.checkpoint import choose_dtype
-from bireme.engines.torch.decoder_ops import AttentionLayer, NativeOps, PlainOps
+from bireme.engines.torch import native
+from bireme.engines.torch.forward import decoder_weights, packed_decoder, packed_linear
+from bireme.engines.torch.forward.batch import BatchBuilder
+from bireme.engines.torch.forward.decoder_ops import AttentionLayer, NativeOps, PlainOps
 from bireme.engines.torch.geometry import Rotary
+from bireme.engines.torch.native import cpu
 from bireme.engines.torch.step import GroupStep, TableStep
+from bireme.engines.torch.weights.checkpoint import choose_dtype
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 

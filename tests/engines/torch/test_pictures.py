@@ -132,8 +132,8 @@ def test_a_prompt_that_was_preempted_is_computed_again_with_its_pictures(models)
 def test_the_encoder_loads_the_vision_tower_and_not_the_language_model(models, deployments):
     model = models("llava")
     deployments("llava", "e-p-d")
-    from bireme.engines.torch.checkpoint import open_checkpoint
-    from bireme.engines.torch.vision_tower import load_vision_tower
+    from bireme.engines.torch.images.vision_tower import load_vision_tower
+    from bireme.engines.torch.weights.checkpoint import open_checkpoint
 
     tower = load_vision_tower(open_checkpoint(model.path), "float32", torch.device("cpu"))
     inner = model.module.model

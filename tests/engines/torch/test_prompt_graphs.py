@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.config import CudaGraphConfig
-from bireme.engines.torch import decoder_weights, kernels, prompt_graphs
-from bireme.engines.torch.prompt_graphs import PromptGraphs, sizes_up_to
+from bireme.engines.torch import kernels
+from bireme.engines.torch.forward import decoder_weights, prompt_graphs
+from bireme.engines.torch.forward.prompt_graphs import PromptGraphs, sizes_up_to
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
 from tests.engines.torch.test_fused_decoder import KINDS, SMALL, of_a_soak

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from bireme.engines.torch import row_copies
-from bireme.engines.torch.block_mover import _runs, page_locked
 from bireme.engines.torch.geometry import LayerGeometry
-from bireme.engines.torch.kv_store import KvStore, group_layers
-from bireme.engines.torch.row_copies import RowCopies, staging_memory
+from bireme.engines.torch.pools import row_copies
+from bireme.engines.torch.pools.block_mover import _runs, page_locked
+from bireme.engines.torch.pools.kv_store import KvStore, group_layers
+from bireme.engines.torch.pools.row_copies import RowCopies, staging_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

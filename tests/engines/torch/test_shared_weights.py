@@ -14,9 +14,9 @@ from bireme.engines.memory.client import WeightsHold
 from bireme.engines.memory.service import MemoryService
 from bireme.engines.memory.wire import socket_path
 from bireme.engines.registry import prepare
-from bireme.engines.torch.checkpoint import open_checkpoint, read_model
-from bireme.engines.torch.decoder_weights import fuse
-from bireme.engines.torch.shared_weights import SharedTensor, arrange, load_shared, make_skeleton, put_in
+from bireme.engines.torch.forward.decoder_weights import fuse
+from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
+from bireme.engines.torch.weights.shared_weights import SharedTensor, arrange, load_shared, make_skeleton, put_in
 from bireme.errors import UnavailableError
 from tests.engines.torch import picture_models, tiny_models
 from tests.engines.torch.torch_harness import KEY, Harness, make_prompts, request

@@ -15,8 +15,8 @@ from bireme.config import EngineConfig, Limits, SchedulerConfig
 from bireme.engines.base import EngineContext
 from bireme.engines.child.lost_device import leave_if_lost
 from bireme.engines.child.validate import Gate
-from bireme.engines.torch import text_embedding
-from bireme.engines.torch.text_embedding import TorchEmbeddingEngine
+from bireme.engines.torch.embedding import text_embedding
+from bireme.engines.torch.embedding.text_embedding import TorchEmbeddingEngine
 from bireme.errors import ConfigError, RequestError, ResourceExhaustedError
 from bireme.messages import EmbedRequest
 from bireme.metrics import Registry

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bireme.engines.torch.weight_memory import ExportedMemory, SealedMemory, weight_memory
+from bireme.engines.torch.weights.weight_memory import ExportedMemory, SealedMemory, weight_memory
 from bireme.errors import UnavailableError
 
 GPU = torch.device("cuda")
@@ -106,7 +106,7 @@ def test_less_memory_than_was_told_is_not_mapped():
 
 MAKER = """
 import array, os, socket, sys, torch
-from bireme.engines.torch.weight_memory import weight_memory
+from bireme.engines.torch.weights.weight_memory import weight_memory
 memory = weight_memory(torch.device("cuda"))
 torch.zeros(1, device="cuda")
 descriptor, written = memory.create(64 << 20)

@@ -154,7 +154,7 @@ class CudaPool(_Pool):
         import torch
 
         from bireme.engines.torch.geometry import LayerGeometry
-        from bireme.engines.torch.kv_store import KvStore, group_layers
+        from bireme.engines.torch.pools.kv_store import KvStore, group_layers
 
         super().__init__()
         self._lock = threading.Lock()  # the copier puts FREED into rows

@@ -28,7 +28,7 @@ class HangsAStep(HangsItself):
     '''Makes a token whose step has no end.'''
     def __init__(self, context, /):
         super().__init__(context)
-        from bireme.engines.torch.runner import HfRunner
+        from bireme.engines.torch.forward.runner import HfRunner
         forward = HfRunner.forward
         def hang(self, batch):
             if (batch.ids == {TOKEN}).any():

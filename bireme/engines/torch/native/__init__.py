@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from bireme.engines.torch import cpu
+from bireme.engines.torch.native import cpu
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")

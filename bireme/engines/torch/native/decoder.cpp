@@ -1,8 +1,8 @@
 // What a step of a decoder does between its matrix products, on a CPU: norms, rotary positions, paged attention, gates.
 // And products with weights of bfloat16: of float, and where the CPU has tiles (AMX) of bfloat16.
 //
-// Types are float and bfloat16 (as its 16 bits); everything is computed in float. Shapes: ../decoder_ops.py, which has the
-// same functions in plain torch.
+// Types are float and bfloat16 (as its 16 bits); everything is computed in float. Shapes: ../forward/decoder_ops.py,
+// which has the same functions in plain torch.
 
 #include <algorithm>
 #include <cmath>

@@ -1,0 +1,1 @@
+"""Embeddings of texts: the engine of an `embedding` worker."""

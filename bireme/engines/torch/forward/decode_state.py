@@ -1,0 +1,63 @@
+"""What decode steps on a GPU read and write between them, and how a step is told what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bireme.engines.torch.forward.decoder_weights import DecoderWeights
+from bireme.engines.torch.kernels.decode_attention import (
+    PART_COLUMNS,
+    Scratch,
+    cut_into_parts,
+    most_parts,
+    num_parts,
+    tile_of,
+)
+from bireme.engines.torch.kernels.draw import NUM_COLUMNS
+from bireme.engines.torch.kernels.step_begin import BLOCKS, NO_BLOCK, POSITION, SLOT
+from bireme.engines.torch.pools.kv_store import KvStore
+
+Ints = npt.NDArray[np.int32]
+
+
+class DecodeState:
+    """What decode steps read and write between them. A slot is a sequence's; one more is of rows that fill up."""
+
+    def __init__(self, weights: DecoderWeights, store: KvStore, num_slots: int, columns: int, most_rows: int) -> None:
+        """`columns`: blocks of the longest row."""
+        head, size = weights.head, weights.layers[0].rotary.cos_sin.shape[1]
+        num_kv, self.num_groups = store.keys[0].shape[1] // size, len(store.groups)
+        make: Any = {"dtype": torch.int32, "device": head.device}
+        self.spare, self.num_kv, self.tile = num_slots, num_kv, tile_of(store.dtype, size)
+        self.windows = [group.window for group in store.groups]
+        self.told = torch.zeros(self.size_of(most_rows), **make)
+        self.tables = torch.zeros(self.num_groups, num_slots + 1, columns, **make)
+        self.requests = torch.zeros(num_slots + 1, NUM_COLUMNS, **make)
+        self.last = torch.zeros(num_slots + 1, **make)
+        self.tokens = torch.zeros(most_rows, **make)
+        self.logits = torch.empty(most_rows, len(head), dtype=torch.float32, device=head.device)
+        self.scratch = Scratch.make(most_rows, weights.num_heads, num_kv, size, head.device)
+
+    def size_of(self, rows: int) -> int:
+        return rows * (BLOCKS + 2 * self.num_groups) + self.num_groups * num_parts(rows, self.num_kv) * PART_COLUMNS
+
+    def views(self, told: Any, rows: int) -> tuple[Any, Any]:
+        """Return steps (rows, 3 + 2 * groups) and parts (groups, num_parts, 7) in a tensor or array."""
+        columns = BLOCKS + 2 * self.num_groups
+        steps, parts = told[: rows * columns], told[rows * columns : self.size_of(rows)]
+        return steps.reshape(rows, columns), parts.reshape(self.num_groups, -1, PART_COLUMNS)
+
+    def fill(self, told: Ints, rows: int, count: int, slots: Ints, positions: Ints) -> Ints:
+        """Say which rows there are, of a step for `rows` of which `count` are wanted; return `steps`, tokens zero."""
+        steps, parts = self.views(told, rows)
+        steps[:] = (self.spare, 0, 0, *[NO_BLOCK] * (2 * self.num_groups))
+        steps[:count, SLOT], steps[:count, POSITION] = slots, positions
+        for group, window in enumerate(self.windows):
+            count, most = parts.shape[1], most_parts(self.num_kv)
+            parts[group] = cut_into_parts(steps[:, SLOT], steps[:, POSITION], count, most, window, self.tile)
+        found: Ints = steps
+        return found

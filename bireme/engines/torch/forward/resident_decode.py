@@ -1,0 +1,166 @@
+"""Decode steps whose state stays on the GPU: tokens, block tables and sampling parameters of every running request.
+
+A step is told, in one small copy, which requests take part and which blocks are new. It finds the tokens that the step
+before chose on the GPU, and chooses the next ones there; so it can be started before anybody has read those. One CUDA
+graph for each bucket of batch sizes holds it all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bireme.engines.torch import step
+from bireme.engines.torch.forward.decode_state import DecodeState, Ints
+from bireme.engines.torch.forward.fused_decoder import FusedDecoder
+from bireme.engines.torch.forward.graphs import Pool, make_graph
+from bireme.engines.torch.kernels.draw import draw, request_columns
+from bireme.engines.torch.kernels.step_begin import BLOCKS, TAKE_LAST, TOKEN
+from bireme.logits.rows import Row
+
+logger = logging.getLogger("bireme.engines.torch")
+
+RowOf = Callable[[step.Sequence], Row]
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was started; its tokens are on their way."""
+
+    count: int
+    logits: Tensor  # (count, vocabulary), until the next step is started
+    tokens: Tensor  # (count,) in host memory, once `done`
+    done: torch.cuda.Event | None
+
+
+class ResidentDecode:
+    """Used by the engine's thread."""
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        state: DecodeState,
+        vocab_size: int,
+        sizes: Sequence[int],
+        graphs: Sequence[int] = (),
+        is_padded: bool = True,
+    ) -> None:
+        """`sizes`: batch sizes that steps are made for, those with a graph among them.
+
+        Padded: a batch between two sizes is filled up, otherwise launched as it is.
+        """
+        self.most_rows = sizes[-1]
+        self.decoder, self.vocab_size = decoder, vocab_size
+        self._state, self._sizes = state, sizes
+        self._is_cuda = state.told.device.type == "cuda"
+        self._turn = 0
+        shapes = (state.told.shape, state.tokens.shape)
+        self._told, self._heard = (
+            [torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(2)] for shape in shapes
+        )
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._is_padded = is_padded
+        self._to_make = sorted(graphs)  # each when a step first needs it, or before, when there is nothing to do
+        self.graph_error = ""  # why the last of those could not be made
+
+    def start(self, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int = 0) -> Flight:
+        """Start a step of one token for each. `ahead`: tokens of each that have been started and not been read."""
+        self._turn = 1 - self._turn
+        count, state = len(batch), self._state
+        size = next(size for size in self._sizes if size >= count) if self._is_padded else count
+        if size in self._to_make:
+            self._make_graph(size)
+        told = self._told[self._turn]
+        self._tell(told.numpy(), batch, row_of, ahead, size)
+        length = state.size_of(size)
+        state.told[:length].copy_(told[:length], non_blocking=True)
+        with torch.inference_mode():
+            if (graph := self._graphs.get(size)) is not None:
+                graph.replay()
+            else:
+                self._compute(size)
+            heard = self._heard[self._turn][:count]
+            heard.copy_(state.tokens[:count], non_blocking=True)
+        done = None
+        if self._is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        return Flight(count, state.logits[:count], heard, done)
+
+    def make_next_graph(self) -> bool:
+        """Make the largest of the graphs that no step has needed yet; False: all are made. Of an idle engine."""
+        if not self._to_make:
+            return False
+        self._make_graph(self._to_make[-1])
+        return True
+
+    def tokens(self, flight: Flight) -> list[int]:
+        """Wait for a step and return its tokens; UNUSABLE for a row whose logits are not finite."""
+        if flight.done is not None:
+            flight.done.synchronize()
+        found: list[int] = flight.tokens.tolist()
+        return found
+
+    def _tell(self, told: Ints, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
+        """Fill in what the step is told; of requests that are new here, or changed a lot, all is copied at once."""
+        slots = np.array([sequence.slot for sequence in batch], dtype=np.int32)
+        positions = np.array([sequence.computed + ahead for sequence in batch], dtype=np.int32)
+        steps = self._state.fill(told, size, len(batch), slots, positions)
+        steps[: len(batch), TOKEN] = TAKE_LAST if ahead else [sequence.tokens[-1] for sequence in batch]
+        new = []
+        for row, sequence in enumerate(batch):
+            blocks, resident = sequence.table.blocks, sequence.resident
+            if not resident or any(len(own) > known + 1 for own, known in zip(blocks, resident, strict=True)):
+                new.append(sequence)
+                sequence.resident = [len(own) for own in blocks]
+                continue
+            for group, known in enumerate(resident):
+                if len(blocks[group]) > known:
+                    steps[row, BLOCKS + 2 * group : BLOCKS + 2 * group + 2] = known, blocks[group][known]
+                    resident[group] = known + 1
+        if new:
+            self._copy_whole(new, row_of)
+
+    def _copy_whole(self, new: Sequence[step.Sequence], row_of: RowOf) -> None:
+        state, device = self._state, self._state.told.device
+        slots = torch.tensor([sequence.slot for sequence in new], device=device)
+        params = np.stack([request_columns(row_of(sequence), sequence.num_prompt) for sequence in new])
+        state.requests.index_copy_(0, slots, torch.from_numpy(params).to(device))
+        for group, table in enumerate(state.tables):
+            rows = np.zeros((len(new), max(len(sequence.table.blocks[group]) for sequence in new)), dtype=np.int32)
+            for row, sequence in zip(rows, new, strict=True):
+                row[: len(sequence.table.blocks[group])] = sequence.table.blocks[group]
+            table[:, : rows.shape[1]].index_copy_(0, slots, torch.from_numpy(rows).to(device))
+
+    def _compute(self, size: int) -> Tensor:
+        state = self._state
+        steps, _ = state.views(state.told, size)
+        logits = self.decoder.decode(state, size)
+        draw(logits, steps, state.requests, state.last, state.tokens[:size], self.vocab_size)
+        return logits
+
+    def _make_graph(self, size: int) -> None:
+        """Make a batch size's graph, in the memory of the others; where that fails its steps go without."""
+        self._to_make.remove(size)
+        began, others = time.monotonic(), next(iter(self._graphs.values()), None)
+        try:
+            with torch.inference_mode():
+                self._graphs[size] = self._make(size, None if others is None else others.pool())
+        except Exception as error:
+            self.graph_error = str(error).partition("\n")[0]
+            logger.warning("graph_off size=%d reason=%s", size, self.graph_error)
+            return
+        logger.info("decode_graph_made size=%d s=%.3f", size, time.monotonic() - began)
+
+    def _make(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph:
+        nothing, state = np.zeros(0, dtype=np.int32), self._state
+        told = np.zeros(state.size_of(size), dtype=np.int32)
+        state.fill(told, size, 0, nothing, nothing)
+        state.told[: len(told)].copy_(torch.from_numpy(told))
+        return make_graph(lambda: self._compute(size), pool, lambda: None)

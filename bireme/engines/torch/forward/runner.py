@@ -1,0 +1,172 @@
+"""An unmodified transformers model whose attention reads and writes our pools.
+
+The pools are allocated from what a probe pass sees in the attention calls, not from names in the configuration:
+families spell heads and windows in too many ways.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.forward import attention
+from bireme.engines.torch.forward.attention import AttentionStep, PagedStep, ProbeStep, SizingStep
+from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
+from bireme.engines.torch.pools.kv_store import KvStore
+from bireme.engines.torch.step import Batch
+from bireme.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bireme.engines.torch.forward.decode_graphs import DecodeGraphs
+    from bireme.engines.torch.forward.fused_decoder import FusedDecoder
+    from bireme.engines.torch.forward.packed_decoder import PackedDecoder
+    from bireme.engines.torch.forward.prompt_graphs import PromptGraphs
+
+
+def route_attention(model: Any) -> None:
+    """Have the model call our attention. Raises ConfigError."""
+    attention.register()
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(f"{type(model).__name__}: its forward has no logits_to_keep, which the torch engine needs")
+    model.set_attn_implementation(attention.NAME)
+
+
+def probe(model: Any, device: torch.device) -> list[LayerGeometry]:
+    """Return the geometry of every layer of a model that calls our attention. Raises ConfigError."""
+    name, step = type(model).__name__, ProbeStep()
+    tokens = torch.tensor([[0, 1]], device=device)
+    try:
+        _forward(model, step, tokens, tokens, torch.tensor([1], device=device))
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{name}: a probe pass failed: {type(error).__name__}: {error}") from error
+    return _complete(step.seen, int(model.config.num_hidden_layers), name)
+
+
+def _complete(seen: dict[int, LayerGeometry], num_layers: int, name: str) -> list[LayerGeometry]:
+    silent = [layer for layer in range(num_layers) if layer not in seen]
+    if silent or len(seen) != num_layers:
+        raise ConfigError(
+            f"{name}: {len(silent)} of {num_layers} layers (first: {silent[:1]}) never call the attention interface;"
+            " the torch engine can't keep their state"
+        )
+    unknown = sorted({argument for layer in seen.values() for argument in layer.unknown})
+    if unknown:
+        raise ConfigError(f"{name}: passes attention arguments that the torch engine does not honour: {unknown}")
+    return [seen[layer] for layer in range(num_layers)]
+
+
+def peak_bytes(model: Any, geometry: Sequence[LayerGeometry], limits: EngineLimits, device: torch.device) -> int:
+    """Return what the largest step takes of a GPU beyond weights and pools. Raises ConfigError if it does not fit."""
+    before: int = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    tokens = torch.zeros(1, limits.max_num_tokens, dtype=torch.int64, device=device)
+    rows = torch.arange(min(limits.max_num_tokens, limits.max_batch_size + limits.max_logprob_rows), device=device)
+    try:
+        _forward(model, SizingStep(), tokens, tokens, rows).float().log_softmax(-1)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"max_num_tokens: a step of {limits.max_num_tokens} tokens does not fit beside the weights; lower it, or"
+            " free memory"
+        ) from error
+    peak: int = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    a_token = [layer.num_kv_heads * (layer.key_size + layer.value_size) * layer.dtype.itemsize for layer in geometry]
+    return peak + limits.max_seq_len * int(max(a_token))  # the KV of a prefix, gathered in one layer
+
+
+class HfRunner:
+    """Owns the model; used by the engine's thread."""
+
+    def __init__(self, model: Any, store: KvStore, uses_kernels: bool = False) -> None:
+        """`uses_kernels`: batches are built for KernelStep."""
+        self.uses_kernels = uses_kernels
+        self._model = model
+        self._store = store
+        self._make_step: Any = PagedStep
+        if uses_kernels:
+            from bireme.engines.torch.forward.kernel_step import (
+                KernelStep,  # Triton's language comes with CUDA builds alone
+            )
+
+            self._make_step = KernelStep
+        self._graphs: list[DecodeGraphs | PromptGraphs] = []
+        self._decoder: FusedDecoder | PackedDecoder | None = None
+        self._last_step: torch.cuda.Event | None = None  # of which nothing was read back
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary).
+
+        They may be a graph's own, which the next call overwrites.
+        """
+        for graphs in self._graphs:
+            if (logits := graphs.replay(batch)) is not None:
+                return logits
+        return self.compute(batch)
+
+    def compute(self, batch: Batch) -> Tensor:
+        """Compute the batch, kernel by kernel."""
+        if self._decoder is not None:
+            return self._decoder.compute(batch)
+        return self.compute_by_modules(batch)
+
+    def compute_by_modules(self, batch: Batch) -> Tensor:
+        """Compute the batch with transformers' own modules."""
+        assert batch.logits_rows is not None
+        groups = [batch.groups[group] for group in self._store.group_of]
+        step = self._make_step(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
+        return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows, batch.embeddings)
+
+    def keep_pace(self) -> None:
+        """Wait until a GPU has done the step before this one, of which nothing is read back.
+
+        A host that runs further ahead evicts blocks whose copies to lower tiers have not begun, and sees aborts late.
+        """
+        if self._store.device.type == "cuda":
+            before, self._last_step = self._last_step, torch.cuda.Event(blocking=True)
+            self._last_step.record()
+            if before is not None:
+                before.synchronize()
+
+    def use(self, graphs: DecodeGraphs | PromptGraphs) -> None:
+        """From now on the steps that it has graphs of replay them."""
+        self._graphs.append(graphs)
+
+    def use_decoder(self, decoder: FusedDecoder | PackedDecoder) -> None:
+        """From now on it computes the steps, in place of the model's modules."""
+        self._decoder = decoder
+
+
+def _forward(
+    model: Any,
+    step: AttentionStep,
+    ids: Tensor,
+    positions: Tensor,
+    logits_rows: Tensor,
+    embeddings: Sequence[tuple[int, Tensor]] = (),
+) -> Tensor:
+    """`embeddings` (of pictures) replace those of the ids, from the given place on."""
+    with torch.inference_mode(), _entered(step):
+        inputs = {"input_ids": ids}
+        if embeddings:
+            embedded = model.embed(ids).clone()
+            for begin, rows in embeddings:
+                embedded[0, begin : begin + len(rows)] = rows
+            inputs = {"inputs_embeds": embedded}
+        output = model(**inputs, position_ids=positions, use_cache=False, return_dict=True, logits_to_keep=logits_rows)
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+@contextmanager
+def _entered(step: AttentionStep) -> Iterator[None]:
+    token = attention.current.set(step)
+    try:
+        yield
+    finally:
+        attention.current.reset(token)

@@ -1,0 +1,154 @@
+"""The first forward passes, before any request: allocators, kernels and lazy imports meet their shapes here.
+
+Runs on empty pools with unowned blocks, and zeroes them afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from bireme.engines.torch.forward.batch import BatchBuilder
+from bireme.engines.torch.forward.findings import Findings
+from bireme.engines.torch.forward.runner import HfRunner
+from bireme.engines.torch.geometry import EngineLimits
+from bireme.engines.torch.pools.kv_store import KvStore
+from bireme.engines.torch.step import Batch, SchedulerOutput, Sequence
+from bireme.kv.block_manager import BlockManager
+from bireme.logits.rows import Row
+from bireme.messages import EngineRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from bireme.engines.torch.forward.packed_decoder import PackedDecoder
+    from bireme.engines.torch.forward.resident_decode import ResidentDecode
+
+_CHECKED_TOKENS = 40
+_MOST_ERROR = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # relative; bf16's own is 0.04
+_MOST_ERROR_OF_EXPERTS = 0.3  # in bf16, where a rounding decides between two experts that are about as likely
+# Enough to choose kernels and grow the allocator; a full budget would take seconds, as would these on a CPU.
+_MOST_TOKENS = {"cuda": 512, "cpu": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPasses:
+    """What the first passes run on."""
+
+    runner: HfRunner
+    builder: BatchBuilder
+    manager: BlockManager
+    store: KvStore
+    limits: EngineLimits
+    findings: Findings
+
+
+def warm_up(on: FirstPasses) -> None:
+    """Run a prefill, many and few tokens behind a prefix, and a decode step of the largest batch that fits.
+
+    Of kernels all variants.
+    """
+    runner, builder, manager, store, limits = on.runner, on.builder, on.manager, on.store, on.limits
+    size = manager.tokens_per_block
+    room = min(spec.num_blocks for spec in manager.groups) * size
+    num_tokens = max(1, min(_MOST_TOKENS[store.device.type], limits.max_num_tokens, limits.max_seq_len - 1, room))
+    prefill = _sequence(manager, 0, num_tokens)
+    _hold(manager, prefill, num_tokens)
+    runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens)])))
+    for computed in sorted({num_tokens // 2, num_tokens * 7 // 8} - {0}):
+        prefill.computed = computed
+        runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens - prefill.computed)])))
+    manager.release(prefill.table)
+    count = min(limits.max_batch_size, min(spec.num_blocks for spec in manager.groups))
+    decodes = [_sequence(manager, slot, 1) for slot in range(count)]
+    for sequence in decodes:
+        _hold(manager, sequence, 1)
+    for rows in sorted({min(rows, count) for rows in (1, 8, 32, count)} if runner.uses_kernels else {count}):
+        runner.forward(builder.build(SchedulerOutput(decodes=decodes[:rows])))
+    for sequence in decodes:
+        manager.release(sequence.table)
+    store.clear(min(min(spec.num_blocks for spec in manager.groups), max(count, -(-num_tokens // size))) * size + size)
+
+
+def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
+    """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
+    runner, builder, has_experts = on.runner, on.builder, resident.decoder.weights.has_experts
+    with _checked(on.manager, on.limits) as (sequence, count):
+        prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
+        expected = on.findings.logits(f"prompt of {count}", lambda: runner.compute_by_modules(prompt))
+        _compare("prompt", expected, resident.decoder.compute(prompt), has_experts)
+        _go_on(sequence, count)
+        step = builder.build(SchedulerOutput(decodes=[sequence]))
+        row = Row(SamplingParams(), [], (), (), resident.vocab_size)
+        flight = resident.start([sequence], lambda _: row)
+        resident.tokens(flight)
+        if resident.graph_error:
+            raise RuntimeError(f"its first graph: {resident.graph_error}")
+        found = flight.logits.clone()
+        expected = on.findings.logits(f"decode step after {count}", lambda: runner.compute_by_modules(step))
+        _compare("decode step", expected, found, has_experts)
+
+
+def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses) -> None:
+    """The same of a decoder on a CPU, and of a prompt's rest. `builder`: the decoder's."""
+    with _checked(on.manager, on.limits) as (sequence, count):
+        plans = {
+            "prompt": SchedulerOutput(chunks=[(sequence, count)]),
+            "prompt's rest": SchedulerOutput(chunks=[(sequence, count - count // 2)]),
+            "decode step": SchedulerOutput(decodes=[sequence]),
+        }
+        for (what, plan), computed in zip(plans.items(), (0, count // 2, count), strict=True):
+            if computed == count:
+                _go_on(sequence, count)
+            sequence.computed = computed
+            by_modules = partial(_compute, on.runner.compute_by_modules, on.builder, sequence, plan)
+            expected = on.findings.logits(f"{what} of {count}", by_modules)
+            _compare(what, expected, _compute(decoder.compute, builder, sequence, plan), decoder.has_experts)
+
+
+@contextlib.contextmanager
+def _checked(manager: BlockManager, limits: EngineLimits) -> Iterator[tuple[Sequence, int]]:
+    """Give a prompt with blocks for one token more, and its length; free the blocks, also after a failed check."""
+    room = min(spec.num_blocks for spec in manager.groups) * manager.tokens_per_block
+    count = max(1, min(_CHECKED_TOKENS, limits.max_num_tokens, limits.max_seq_len - 2, room - 1))
+    sequence = _sequence(manager, 0, count)
+    sequence.tokens = [7 * at % 97 for at in range(count)]
+    _hold(manager, sequence, count + 1)
+    try:
+        yield sequence, count
+    finally:
+        manager.release(sequence.table)
+
+
+def _compute(
+    compute: Callable[[Batch], torch.Tensor], builder: BatchBuilder, sequence: Sequence, plan: SchedulerOutput
+) -> torch.Tensor:
+    sequence.mirrored = [0] * len(sequence.mirrored)  # nothing: another builder has built its last step
+    return compute(builder.build(plan))
+
+
+def _go_on(sequence: Sequence, computed: int) -> None:
+    sequence.computed = computed
+    sequence.tokens.append(11)
+
+
+def _compare(what: str, expected: torch.Tensor, found: torch.Tensor, has_experts: bool) -> None:
+    right = expected.to(found.device).float()
+    error = float((found.float() - right).norm() / right.norm())
+    is_rounded = expected.dtype is torch.bfloat16
+    if not error <= (_MOST_ERROR_OF_EXPERTS if has_experts and is_rounded else _MOST_ERROR[expected.dtype]):
+        raise RuntimeError(f"its logits of a {what} are {error:.3g} off those of the model's modules")
+
+
+def _sequence(manager: BlockManager, slot: int, num_tokens: int) -> Sequence:
+    request = EngineRequest(prompt=b"", sampling=SamplingParams())
+    sequence = Sequence((0, 0), request, [0] * num_tokens, num_tokens, 1, frozenset(), 0.0, manager.open())
+    sequence.slot, sequence.mirrored = slot, [0] * len(manager.groups)
+    return sequence
+
+
+def _hold(manager: BlockManager, sequence: Sequence, num_tokens: int) -> None:
+    manager.grow(sequence.table, num_tokens, 0)

@@ -1,0 +1,195 @@
+"""The KV tensors of all layers, as rows of one token each.
+
+Layers that share a window share block ids; each layer has its own two tensors (keys, values) of (blocks *
+tokens_per_block, heads * size). Block 0 is padding: zero, and on a GPU, whose kernels never read it,
+what rows that fill up a graph's batch write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.geometry import LayerGeometry, LayerGroup
+from bireme.engines.torch.pools.mapped_pools import MappedPools, share_pools
+from bireme.engines.torch.pools.row_copies import RowCopies
+from bireme.kv.block_pool import NULL
+from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows, zero_pages
+from bireme.kv.transfer.wire import SharedMemory
+
+if TYPE_CHECKING:
+    from bireme.kv.transfer.host_pool import HostPool
+    from bireme.kv.transfer.mapped import MappedMemory
+
+
+def group_layers(geometry: Sequence[LayerGeometry]) -> tuple[LayerGroup, ...]:
+    """Sort layers by window: all-seeing first, then from the widest to the narrowest."""
+    windows = sorted({layer.window for layer in geometry}, key=lambda window: -window if window else -float("inf"))
+    return tuple(
+        LayerGroup(window, layers, tuple(_row_bytes(geometry[layer]) for layer in layers))
+        for window in windows
+        for layers in [tuple(index for index, layer in enumerate(geometry) if layer.window == window)]
+    )
+
+
+class KvStore:
+    """Allocated once; rows are written by forward passes and by imports."""
+
+    def __init__(
+        self,
+        geometry: Sequence[LayerGeometry],
+        groups: Sequence[LayerGroup],
+        num_blocks: Sequence[int],
+        tokens_per_block: int,
+        device: torch.device,
+        is_shared: bool = False,
+    ) -> None:
+        """`is_shared`: other processes of the host copy rows out of it (a GPU's memory they can map in any case)."""
+        self.groups = tuple(groups)
+        self.tokens_per_block = tokens_per_block
+        self.dtype = geometry[0].dtype
+        self.device = device
+        self.group_of = [0] * len(geometry)
+        for index, group in enumerate(groups):
+            for layer in group.layers:
+                self.group_of[layer] = index
+        rows = [(count + 1) * tokens_per_block for count in num_blocks]
+        shapes = [  # keys and values of each layer
+            tuple((rows[self.group_of[layer]], one.num_kv_heads * size) for size in (one.key_size, one.value_size))
+            for layer, one in enumerate(geometry)
+        ]
+        self._host_pool: HostPool | None = None
+        if is_shared and device.type == "cpu":
+            tensors = self._in_host_pool(shapes, [one.dtype for one in geometry])
+        else:
+            # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN.
+            tensors = [
+                [_zeros(shape, one.dtype, device) for shape in pair] for one, pair in zip(geometry, shapes, strict=True)
+            ]
+        self.keys = [keys for keys, _ in tensors]
+        self.values = [values for _, values in tensors]
+        kind = MemoryKind.DRAM if device.type == "cpu" else MemoryKind.VRAM
+        self.regions = tuple(
+            tuple(
+                Region(one.data_ptr(), one.shape[1] * one.element_size(), one.shape[0], kind, device.index or 0)
+                for one in self._tensors(index)
+            )
+            for index in range(len(groups))
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def layout(self, model: str) -> KvLayout:
+        groups = tuple(GroupLayout(group.window, group.row_bytes) for group in self.groups)
+        return KvLayout(model, str(self.dtype).removeprefix("torch."), groups)
+
+    def token_rows(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> TokenRows:
+        """Return the rows of a request's tokens; `blocks`: the ids that it holds, a group each.
+
+        On a GPU they may be touched when the steps that have been started have ended: call it on the engine's thread.
+        """
+        size, positions = self.tokens_per_block, np.arange(num_tokens)
+        found = []
+        for held in blocks:
+            index = np.asarray(held, dtype=np.int64)[positions // size]
+            found.append(np.where(index == NULL, NOT_HELD, index * size + positions % size))
+        return TokenRows(self, tuple(found), self._computed())
+
+    @cached_property
+    def copies(self) -> RowCopies:
+        """What copies rows that the CPU can't address; takes its memory at the first use."""
+        return RowCopies(self._all_tensors, self.device)
+
+    def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
+        return self.copies.read(group, rows, ready)
+
+    def room(self, group: int, num_rows: int) -> memoryview:
+        return self.copies.room(group, num_rows)
+
+    def write(self, group: int, rows: Rows, data: memoryview, ready: Any = None) -> None:
+        self.copies.write(group, rows, data, ready)
+
+    def shared(self) -> SharedMemory | None:
+        if self.device.type == "cpu":
+            return None if self._host_pool is None else self._host_pool.shared()
+        return share_pools(self._all_tensors, self.device)
+
+    def map(self, shared: SharedMemory) -> MappedMemory:
+        if self.device.type == "cpu":
+            from bireme.kv.transfer.host_pool import MappedHostPool
+
+            return MappedHostPool(self.regions, shared)
+        return MappedPools(self._all_tensors, self.device, shared)
+
+    def wait(self, ready: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.keys[0].device)  # it has a number, which this asks for
+        if ready is not None:
+            ready.synchronize()
+
+    def block_views(self, group: int) -> list[Tensor]:
+        """Return keys and values of a group's layers: (blocks, bytes of a block), in int64 where its rows allow it.
+
+        A GPU copies bytes one by one as slowly as words.
+        """
+        tensors = self._tensors(group)
+        is_wide = all(tensor.shape[1] * tensor.element_size() % 8 == 0 for tensor in tensors)
+        words = [tensor.view(torch.int64 if is_wide else torch.uint8) for tensor in tensors]
+        return [tensor.view(tensor.shape[0] // self.tokens_per_block, -1) for tensor in words]
+
+    def clear(self, num_rows: int) -> None:
+        """Zero the first rows, which warm-up wrote; not all, which would take memory for unused rows."""
+        for tensor in (*self.keys, *self.values):
+            tensor[:num_rows].zero_()
+
+    def _computed(self) -> Any:
+        """Return an event of all that the engine's stream has been given so far."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @property
+    def _all_tensors(self) -> list[list[Tensor]]:
+        return [self._tensors(group) for group in range(len(self.groups))]
+
+    def _tensors(self, group: int) -> list[Tensor]:
+        return [tensor for layer in self.groups[group].layers for tensor in (self.keys[layer], self.values[layer])]
+
+    def _in_host_pool(
+        self, shapes: Sequence[Sequence[tuple[int, int]]], dtypes: Sequence[torch.dtype]
+    ) -> list[list[Tensor]]:
+        """Return each layer's keys and values in memory that other processes can map; zeros, as everywhere."""
+        from bireme.kv.transfer.host_pool import HostPool
+
+        self._host_pool = HostPool(
+            [
+                [(rows, size * dtypes[layer].itemsize) for layer in group.layers for rows, size in shapes[layer]]
+                for group in self.groups
+            ]
+        )
+        found: dict[int, list[Tensor]] = {}
+        for group, arrays in zip(self.groups, self._host_pool.arrays, strict=True):
+            for layer, pair in zip(group.layers, zip(arrays[::2], arrays[1::2], strict=True), strict=True):
+                found[layer] = [torch.from_numpy(array).view(dtypes[layer]) for array in pair]
+        return [found[layer] for layer in range(len(shapes))]
+
+
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch would write every zero, and so take a pool's whole memory at the start, in small pages.
+    return torch.frombuffer(zero_pages(shape[0] * shape[1] * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def _row_bytes(layer: LayerGeometry) -> int:
+    return layer.num_kv_heads * (layer.key_size + layer.value_size) * int(layer.dtype.itemsize)

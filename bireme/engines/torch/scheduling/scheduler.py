@@ -1,0 +1,325 @@
+"""Decides what the next step works on: which requests decode, prefill, are admitted.
+
+A step has a token budget. Decodes come first, then running prefills, then waiting requests by rank; the first that does
+not fit stops the queue, so that none starves. GUARANTEED_NO_EVICT admits a request only with its worst case reserved.
+MAX_UTILIZATION reserves the tokens it has and, when decode runs out of blocks, preempts from the lowest rank: the
+request goes back to the queue and is computed again.
+
+Best-effort requests (best_effort.py) come after all others, in what is left of a step or not at all; then they keep
+their blocks and go on later. They are preempted for a request that finds no place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from bireme.best_effort import BestEffortShare
+from bireme.engines.torch.geometry import EngineLimits
+from bireme.engines.torch.scheduling.waiting import WaitingQueue
+from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
+from bireme.kv.block_manager import BlockManager
+
+
+class Scheduler:
+    def __init__(
+        self, manager: BlockManager, limits: EngineLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # RUNNING and IMPORTING, in order of admission
+        self.num_preemptions = 0
+        self.num_prefill_tokens = 0  # of running prompts, left after the step that was planned last
+        self.wakes_at: float | None = None  # when there is something to plan again, if nothing happens before
+        self.best_effort = BestEffortShare(limits.best_effort_share)
+        self._manager = manager
+        self._limits = limits
+        self._clock = clock
+        self._slots = list(range(limits.max_batch_size - 1, -1, -1))
+        self._refused = (-1, -1)  # head of the queue and `num_released` when it did not fit
+
+    def schedule(self) -> SchedulerOutput:
+        now, plan = self._clock(), SchedulerOutput(budget=self._limits.max_num_tokens)
+        active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
+        before = self.num_preemptions
+        self.num_prefill_tokens, self.wakes_at = 0, None
+        if self._limits.may_preempt:
+            active.sort(key=lambda sequence: sequence.rank)
+        self.best_effort.plan(now, self._has_others)
+        self._plan([sequence for sequence in active if not sequence.is_best_effort], plan)
+        if self.num_preemptions == before:
+            self._admit(plan, is_best_effort=False)
+        self._plan_best_effort([sequence for sequence in active if sequence.is_best_effort], plan, now, before)
+        if self.num_preemptions != before:
+            plan.keep_running()
+        return plan
+
+    def follow(self, plan: SchedulerOutput) -> SchedulerOutput | None:
+        """Plan the step after one that only decodes, before its tokens are known; None: they are needed first.
+
+        Requests that reach their length in the first are left out. One that turns out to have ended with a stop token
+        takes part in vain: the blocks that it writes to are its own until then.
+        """
+        now, is_running = self._clock(), any(sequence.is_best_effort for sequence in plan.decodes)
+        self.best_effort.plan(now, self._has_others, is_running)
+        rests = not self.best_effort.may_run(now)
+        head = self.waiting.peek()
+        if (
+            head is not None
+            and not (rests and head.is_best_effort)
+            and self._may_fit(head)
+            and not self._can_join_later(head)
+        ):
+            return None
+        active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
+        wanted = [sequence for sequence in active if not (rests and sequence.is_best_effort)]
+        going = [
+            sequence
+            for sequence in plan.decodes
+            if sequence.state is SequenceStatus.RUNNING and not (rests and sequence.is_best_effort)
+        ]
+        if len(going) < len(wanted):
+            return None  # others have joined
+        going = [sequence for sequence in going if sequence.num_output + 1 < sequence.max_tokens]
+        for sequence in going:
+            if not self._manager.can_grow(sequence.table, sequence.computed + 2, sequence.computed + 1):
+                return None
+            self._manager.grow(sequence.table, sequence.computed + 2, sequence.computed + 1)
+        if not going:
+            return None
+        self.best_effort.num_rests += len(wanted) < len(active)
+        if any(sequence.is_best_effort for sequence in going):
+            self.best_effort.ran(now)
+        return SchedulerOutput(decodes=going)
+
+    def admit_imports(self) -> SchedulerOutput:
+        """Admit from the queue while its head's KV comes from prefill, beside a step that has been started."""
+        plan = SchedulerOutput(budget=1)
+        self._admit(plan, is_best_effort=False, only_imports=True)
+        return plan
+
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a sequence, wherever it is; it keeps its blocks."""
+        self.waiting.remove(sequence)
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
+        sequence.state = SequenceStatus.FINISHED
+
+    def found(self, sequence: Sequence) -> None:
+        """Keep account of what it need not compute. Later admissions, after a preemption, find its own blocks."""
+        if sequence.num_cached < 0:
+            sequence.num_cached = min(sequence.computed, sequence.num_prompt)
+            size = self._manager.tokens_per_block
+            sequence.num_matched = {tier: count * size for tier, count in sequence.table.matched.items()}
+
+    def prefilled(self, sequence: Sequence) -> None:
+        """Free the reservation for prefill chunks: from now on it takes one token a step."""
+        if not self._limits.may_preempt:
+            self._manager.reserve(sequence.table, self._manager.worst_case(sequence.worst_length, 1))
+
+    @property
+    def _has_others(self) -> bool:
+        head = self.waiting.peek()  # if any of the others waits, it is one
+        return (head is not None and not head.is_best_effort) or not all(one.is_best_effort for one in self.running)
+
+    def _plan_best_effort(self, rows: list[Sequence], plan: SchedulerOutput, now: float, before: int) -> None:
+        """Add best-effort requests, `rows` those in the batch, to a step that has all others; `before`: preemptions."""
+        head = self.waiting.peek()
+        if not rows and (head is None or not head.is_best_effort):
+            return
+        has_prompt = bool(plan.chunks) or not all(sequence.first_token_at for sequence in plan.decodes)
+        if not self.best_effort.may_run(now, has_prompt):
+            self.num_prefill_tokens += sum(sequence.num_pending for sequence in rows if sequence.num_pending > 1)
+            self.best_effort.num_rests += plan.has_tokens
+            self.wakes_at = self.best_effort.wakes_at
+            return
+        num_others = len(plan.decodes) + len(plan.chunks)
+        most = plan.budget
+        if self._limits.enable_chunked_prefill:
+            most = self.best_effort.most_prompt_tokens(now, self._limits.max_num_tokens)
+        self._plan(rows, plan, most)
+        if self.num_preemptions == before:
+            self._admit(plan, is_best_effort=True)
+        if len(plan.decodes) + len(plan.chunks) > num_others:
+            self.best_effort.ran(now)
+
+    def _plan(self, rows: list[Sequence], plan: SchedulerOutput, most_prompt_tokens: int | None = None) -> None:
+        """Add running requests; `most_prompt_tokens`: that may be computed of their prompts, and of new ones."""
+        for sequence in rows:
+            if sequence.num_pending == 1:
+                self._plan_decode(sequence, plan)
+        if most_prompt_tokens is not None:
+            plan.budget = min(plan.budget, most_prompt_tokens)
+        for sequence in rows:
+            if sequence.num_pending > 1 and sequence.state is SequenceStatus.RUNNING:
+                self._plan_chunk(sequence, plan)
+
+    def _plan_decode(self, sequence: Sequence, plan: SchedulerOutput) -> None:
+        if (
+            sequence.state is SequenceStatus.RUNNING
+            and plan.budget
+            and self._make_room(sequence, sequence.computed + 1)
+        ):
+            plan.decodes.append(sequence)
+            plan.budget -= 1
+
+    def _plan_chunk(self, sequence: Sequence, plan: SchedulerOutput) -> None:
+        count = self._chunk(sequence, plan.budget)
+        self.num_prefill_tokens += sequence.num_pending - count
+        if count and self._make_room(sequence, sequence.computed + count):
+            plan.chunks.append((sequence, count))
+            plan.budget -= count
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Return how many tokens of a prefill fit into the rest of the step; 0: none."""
+        pending = sequence.num_pending
+        # Without chunking a prompt waits for a step that takes it whole; a preempted one may be longer.
+        if not self._limits.enable_chunked_prefill and budget < pending <= self._limits.max_num_tokens:
+            return 0
+        if sequence.wants_prompt_logprobs:  # all its logits are kept: chunks bound their memory
+            budget = min(budget, self._limits.max_logprob_rows)
+        return min(budget, pending)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Grow, preempting lower ranks if need be. False: it was preempted itself, or must wait."""
+        manager, table = self._manager, sequence.table
+        if len(table.blocks[0]) * manager.tokens_per_block >= num_tokens:
+            return True
+        while not manager.can_grow(table, num_tokens, sequence.computed):
+            assert self._limits.may_preempt, "a reservation that does not hold"
+            others = [other for other in self.running if other.state is SequenceStatus.RUNNING]
+            victim = max(others, key=lambda other: other.rank)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        manager.grow(table, num_tokens, sequence.computed)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.requeue(sequence)
+        self.num_preemptions += 1
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Put an admitted sequence back into the queue; it holds nothing."""
+        self._manager.release(sequence.table)
+        self.finish(sequence)
+        sequence.state, sequence.computed = SequenceStatus.WAITING, 0
+        sequence.prompt_logprobs = []
+        self.waiting.push(sequence)
+
+    def _may_fit(self, head: Sequence) -> bool:
+        """Return whether it is worth trying to admit the head of the queue."""
+        if self._slots and (head.number, self._manager.num_released) != self._refused:
+            return True
+        return not head.is_best_effort and self._last_best_effort() is not None
+
+    def _can_join_later(self, head: Sequence) -> bool:
+        """Return whether it takes no part in the next step even if it is admitted, and needs nobody's place."""
+        is_new = (head.number, self._manager.num_released) != self._refused
+        return bool(self._slots) and is_new and _is_import(head) and not head.is_best_effort
+
+    def _last_best_effort(self) -> Sequence | None:
+        """Return the best-effort request to preempt next.
+
+        None with pictures, where no others are preempted: embeddings are let go of once the prompt is computed.
+        """
+        may = [
+            sequence
+            for sequence in self.running
+            if sequence.is_best_effort
+            and sequence.state is SequenceStatus.RUNNING
+            and (sequence.pictures is None or self._limits.may_preempt)
+        ]
+        return max(may, key=lambda sequence: sequence.rank, default=None)
+
+    def _admit(self, plan: SchedulerOutput, is_best_effort: bool, only_imports: bool = False) -> None:
+        """Admit from the queue while its head is of this kind; the others get the place of best-effort ones.
+
+        `only_imports`: and while its KV comes from prefill; nobody's place is taken.
+        """
+        while plan.budget and (head := self.waiting.peek()) is not None and head.is_best_effort is is_best_effort:
+            is_import = _is_import(head)
+            if only_imports and not is_import:
+                return
+            is_new = (head.number, self._manager.num_released) != self._refused
+            if not (self._slots and is_new and self._claim(head, is_import)):
+                victim = None if is_best_effort or only_imports else self._last_best_effort()
+                if victim is None:
+                    if self._slots:
+                        self._refused = (head.number, self._manager.num_released)
+                    return
+                self._preempt(victim)
+                continue
+            if self._manager.is_coming(head.table):
+                self._manager.release(head.table)
+                self.waiting.park(head)
+                continue
+            if not is_import and self._is_computing(plan, head):
+                self._manager.release(head.table)
+                return
+            if is_import:
+                self._manager.slide(head.table, len(head.tokens))
+                self._manager.grow(head.table, len(head.tokens), len(head.tokens))
+            if copies := self._manager.onboard(head.table):
+                head.state = SequenceStatus.IMPORTING
+                plan.onboards.append((head, copies))
+            elif is_import:
+                head.state = SequenceStatus.IMPORTING
+                plan.imports.append(head)
+            else:
+                count = self._chunk(head, plan.budget)
+                if not count:
+                    self._manager.release(head.table)
+                    return
+                head.state = SequenceStatus.RUNNING
+                self._manager.grow(head.table, head.computed + count, head.computed)
+                self._place(head, count, plan)
+            if not copies:
+                self.found(head)
+            self.waiting.remove(head)
+            head.slot = self._slots.pop()
+            head.mirrored, head.resident = [0] * len(self._manager.groups), []
+            self.running.append(head)
+
+    def _is_computing(self, plan: SchedulerOutput, sequence: Sequence) -> bool:
+        """Return whether this step computes the next block that the sequence lacks: it shares that in the next step."""
+        size, hashes = self._manager.tokens_per_block, sequence.table.hashes
+        missing = sequence.computed // size
+        if sequence.wants_prompt_logprobs or missing >= len(hashes):
+            return False
+        return any(
+            hashes[missing] in other.table.hashes[other.computed // size : (other.computed + count) // size]
+            for other, count in plan.chunks
+        )
+
+    def _place(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> None:
+        if sequence.num_pending == 1:
+            plan.decodes.append(sequence)
+        else:
+            plan.chunks.append((sequence, count))
+            self.num_prefill_tokens += sequence.num_pending - count
+        plan.budget -= count
+
+    def _claim(self, sequence: Sequence, is_import: bool) -> bool:
+        """Take the cached prefix and reserve the rest; on failure nothing is held."""
+        manager, table = self._manager, sequence.table
+        length = len(sequence.tokens)
+        matched = 0
+        if not sequence.wants_prompt_logprobs:
+            matched = manager.match(table, sequence.tokens, length if is_import else length - 1)
+        if not manager.reserve(table, self.need(sequence)):
+            manager.release(table)
+            return False
+        sequence.computed = matched
+        return True
+
+    def need(self, sequence: Sequence) -> list[int]:
+        """Return the blocks per group to reserve at admission."""
+        length = len(sequence.tokens) if self._limits.may_preempt else sequence.worst_length
+        return self._manager.worst_case(length, self._limits.max_num_tokens)
+
+
+def _is_import(sequence: Sequence) -> bool:
+    """Return whether its KV comes from prefill; it does so once."""
+    return sequence.params is not None and not sequence.is_sampling

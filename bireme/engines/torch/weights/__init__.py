@@ -1,0 +1,1 @@
+"""What a model's folder gives: its configuration, limits and weights."""

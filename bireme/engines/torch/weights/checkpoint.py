@@ -1,0 +1,245 @@
+"""A model folder, checked before transformers sees it, so that errors are named, then loaded.
+
+safetensors only. Messages name files by their name in the folder, never by path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from bireme.engines.torch.native import cpu
+from bireme.engines.torch.weights.architectures import architecture_of, check_architecture, is_picture_model
+from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
+from bireme.errors import ConfigError, one_line
+
+logger = logging.getLogger("bireme.engines.torch")
+_SAMPLE_BYTES = 1 << 12
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder whose files can be read and whose architecture is supported."""
+
+    folder: Path
+    config: Any  # transformers' PretrainedConfig
+    shards: tuple[Path, ...]  # none: load_format dummy
+    digest: str  # hex; different weights or configuration: different digest
+
+    @property
+    def name(self) -> str:
+        return architecture_of(self.config)
+
+    @property
+    def text_config(self) -> Any:
+        return self.config.get_text_config()
+
+
+def open_checkpoint(model: str, trust_remote_code: bool = False, load_format: str = "auto") -> Checkpoint:
+    """Check a model folder (or fetch a hub id). Raises ConfigError naming the file and what is wrong with it.
+
+    load_format dummy: config.json is all that is needed.
+    """
+    checkpoint = read_checkpoint(model, trust_remote_code, load_format)
+    check_architecture(checkpoint.config)
+    return checkpoint
+
+
+def read_checkpoint(model: str, trust_remote_code: bool = False, load_format: str = "auto") -> Checkpoint:
+    """Check a model folder's files as `open_checkpoint` does, of whatever architecture."""
+    if trust_remote_code:
+        raise ConfigError(
+            "trust_remote_code: true is not supported by the torch engine; it runs no code of a checkpoint"
+        )
+    folder = _resolve(model)
+    config = _read_config(folder)
+    shards = () if load_format == "dummy" else _shards(folder)
+    for shard in shards:
+        _check_shard(shard)
+    return Checkpoint(folder, config, shards, _digest(folder, shards))
+
+
+def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
+    """Return the transformers model on the device, in eval mode, its weights complete. Raises ConfigError."""
+    return read_model(checkpoint, dtype, device).to(device)
+
+
+def model_class(checkpoint: Checkpoint) -> Any:
+    """Return the Auto class that makes the checkpoint's model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_picture_model(checkpoint.name) else AutoModelForCausalLM
+
+
+def read_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
+    """Return the model of `load_model`, its weights still in host memory.
+
+    A checkpoint without shards (load_format dummy) gets random weights, made on the device.
+    """
+    kind, own = model_class(checkpoint), choose_dtype(dtype, checkpoint.config)
+    if not checkpoint.shards:
+        torch.manual_seed(0)
+        with device:
+            return kind.from_config(checkpoint.config, dtype=own).eval().requires_grad_(False)
+    model, report = from_pretrained(kind, checkpoint, checkpoint.config, own)
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise ConfigError(
+            f"the weights lack {len(missing)} tensors that the model needs, {missing[0]} among them;"
+            " the checkpoint is incomplete or config.json is another model's"
+        )
+    mismatched = list(report.get("mismatched_keys", ()))
+    if mismatched:
+        raise ConfigError(f"weights and config.json disagree on a tensor's shape: {mismatched[0]}")
+    return model.eval().requires_grad_(False)
+
+
+def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """Return an Auto class's model, and which of its weights are missing or have another shape. Raises ConfigError."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is wrong:
+    transformers_logging.set_verbosity_error()  # the caller reports that, as an error
+    try:
+        # torch's own functions for tensors without memory are marked for the compiler when they are called.
+        with without_compiler(), without_symbols():
+            model, report = kind.from_pretrained(
+                checkpoint.folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported by name
+            )
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"the weights could not be loaded: {one_line(error)}") from error
+    return model, report
+
+
+def choose_dtype(name: str, config: Any) -> torch.dtype:
+    """Return the dtype of the weights. Raises ConfigError.
+
+    auto: the checkpoint's own; without a GPU float32 in place of what the CPU has no instructions for.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ConfigError(f"dtype: {name!r}; the torch engine has auto, {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    own = getattr(config, "dtype", None)
+    if isinstance(own, str):
+        own = _DTYPES.get(own)
+    if own not in _DTYPES.values():
+        return torch.float32
+    if torch.cuda.is_available() or (own is torch.bfloat16 and cpu.multiplies_bfloat16()):
+        return own
+    return torch.float32
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return the ids that end a sequence: generation_config.json's, else config.json's."""
+    path = checkpoint.folder / "generation_config.json"
+    ids = _read_json(path).get("eos_token_id") if path.exists() else None
+    if ids is None:
+        ids = getattr(checkpoint.text_config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(int(token) for token in ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def _resolve(model: str) -> Path:
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if model.startswith(("/", ".")) or model.count("/") > 1:
+        raise ConfigError(f"model folder {model} does not exist; check `model` in recipe.yaml")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_FILES)))
+    except Exception as error:  # the hub's client raises its own, httpx's and OS errors
+        raise ConfigError(
+            f"model {model}: no such folder, and it could not be fetched from the hub ({type(error).__name__}:"
+            f" {one_line(error)}); give a local folder, or check the name and the network"
+        ) from error
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    raw = _read_json(folder / "config.json")
+    if "auto_map" in raw and "model_type" not in raw:
+        raise ConfigError("config.json: the model needs its own code (auto_map), which the torch engine does not run")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # validation errors of many kinds, all about this one file
+        name = (raw.get("architectures") or [raw.get("model_type")])[0]
+        raise ConfigError(f"config.json ({name}): {one_line(error)}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path.name} is missing from the model folder") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} is not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path.name}: a JSON object is expected, not {type(tree).__name__}")
+    return tree
+
+
+def _shards(folder: Path) -> tuple[Path, ...]:
+    """Return the files that transformers reads: of both forms it takes the whole one."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists() and whole.exists():
+        logger.warning("index_ignored folder=%s reason=model.safetensors is there", folder)
+    elif index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index.name}: no weight_map in it")
+        return tuple(folder / name for name in sorted({Path(str(name)).name for name in weight_map.values()}))
+    if not whole.exists():
+        raise ConfigError(
+            "model.safetensors is missing from the model folder (nor is there an index of shards);"
+            " only safetensors weights are read"
+        )
+    return (whole,)
+
+
+def _check_shard(shard: Path) -> None:
+    try:
+        with safe_open(shard, framework="pt") as tensors:
+            next(iter(tensors.keys()), None)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{shard.name} is missing from the model folder; fetch the checkpoint again") from error
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{shard.name} is corrupted: {one_line(error)}; fetch the checkpoint again") from error
+
+
+def _digest(folder: Path, shards: tuple[Path, ...]) -> str:
+    """Hash the configuration, and of each shard its head and samples of each tensor: whole files would take minutes."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for shard in shards:
+        with shard.open("rb", buffering=0) as file:
+            length = int.from_bytes(file.read(8), "little")
+            head = file.read(length)
+            digest.update(f"{shard.name} {shard.stat().st_size} ".encode() + head)
+            for name, entry in sorted(msgspec.json.decode(head).items()):
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    for at in (begin, (begin + end) // 2):
+                        digest.update(os.pread(file.fileno(), min(end - at, _SAMPLE_BYTES), 8 + length + at))
+    return digest.hexdigest()
