@@ -7,17 +7,18 @@ Every field is served, or refused by name; none is silently ignored. `user`, `me
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
-from bireme.config import Limits, Recipe
+from bireme.config import Recipe
 from bireme.errors import RequestError
 from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import BY_NAME, PARAMETERS
+from bireme.pipelines.chat_tools import ChatFormat, ChatTools, FunctionDefinition, ToolChoice, ToolMode, ToolRules
 from bireme.pipelines.extensions import (
     REFUSED_NAMES,
     REFUSED_TIERS,
@@ -29,20 +30,18 @@ from bireme.pipelines.extensions import (
     request_options,
     shown_tier,
 )
-from bireme.pipelines.json_body import check_plain, decode_body
+from bireme.pipelines.json_body import decode_body
 from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector, show_result_pictures
 from bireme.pipelines.pictures import PictureSource
 from bireme.request import RoutingChoice, check_session
 from bireme.sampling import Sampling, parse_sampling
 from bireme.text.chat_template import CONTINUED, Message
 
-ToolMode = Literal["none", "auto", "required"]
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # the most that one of the APIs allows
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 _MAX_METADATA = 16
+_TOOLS = ToolRules(format="response_format")
 
 REFUSED = {
     "functions": "not served (deprecated by OpenAI); send tools",
@@ -100,13 +99,6 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     annotations: list[Any] | None = None  # of a response that returns as history
     audio: None = None
     function_call: None = None
-
-
-class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -240,37 +232,85 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
     if body.nvext is not None and body.nvext.use_raw_prompt:
         raise RequestError("nvext.use_raw_prompt: a chat is told by its template; send the prompt to /v1/completions")
     check_annotations(options, body.stream)
-    guide = _guide(body, options)
-    functions, mode = _tools(body, recipe.limits)
-    if functions and guide is not None:
-        raise RequestError("response_format: not together with tools; send tool_choice none, or no tools")
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options: only with stream true; remove it")
+    guide = _TOOLS.guide(_format(body.response_format), options)
+    definitions = {f"tools[{at}].function": tool.function for at, tool in enumerate(body.tools or [])}
+    tools = _TOOLS.offered(_TOOLS.functions(definitions, recipe.limits), _choice(body.tool_choice), guide)
+    check_stream_options(body)
     check_metadata(body.metadata)
     messages, pictures = _messages(body.messages, recipe)
-    turn = last_turn(messages, body.add_generation_prompt, bool(body.continue_final_message))
-    return ChatRequest(
+    return build_chat(
+        options,
+        recipe,
+        tools,
+        is_parallel=body.parallel_tool_calls is not False,
         model=body.model,
         messages=messages,
         pictures=pictures,
-        functions=functions,
-        tool_mode=mode,
-        is_parallel=body.parallel_tool_calls is not False,
-        variables=template_variables(body.reasoning_effort, body.verbosity, options, recipe) | turn,
-        sampling=_sampling(body, options, recipe),
+        has_prompt=body.add_generation_prompt,
+        is_continued=bool(body.continue_final_message),
+        variables=template_variables(body.reasoning_effort, body.verbosity),
+        sampling=_sampling(body, recipe),
         logprobs=bool(body.logprobs),
-        guide=guide,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        session_key=body.prompt_cache_key,
+        service_tier=shown_tier(body.service_tier),
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _format(form: ResponseFormat | None) -> ChatFormat | None:
+    if form is None:
+        return None
+    where, given = f"{_TOOLS.format}.json_schema", form.json_schema
+    if given is None:
+        return ChatFormat(_TOOLS.format, form.type, missing=where)
+    return ChatFormat(_TOOLS.format, form.type, given.schema, where, given.name)
+
+
+def _choice(choice: ToolMode | ChosenTool | None) -> ToolChoice:
+    if isinstance(choice, ChosenTool):
+        return ToolChoice("required", (choice.function.name,), "tool_choice.function.name")
+    return ToolChoice(choice or "auto")
+
+
+def build_chat(
+    options: RequestOptions,
+    recipe: Recipe,
+    tools: ChatTools,
+    *,
+    messages: list[Message],
+    has_prompt: bool | None,
+    is_continued: bool,
+    variables: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    session_key: str | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    **others: Any,
+) -> ChatRequest:
+    """Raises RequestError.
+
+    `has_prompt`: whether what begins an answer follows the messages; None: as without the field. `is_continued`: the
+    answer goes on with the last message. `variables`: of the chat template, from the API's fields. `sampling`: values
+    under OpenAI's names, None where they are not set; `renamed` says what the API calls some. `session_key`: the
+    session's name where no option has it. `others`: fields of ChatRequest.
+    """
+    turn = _last_turn(messages, has_prompt, is_continued)
+    return ChatRequest(
+        messages=messages,
+        functions=tools.functions,
+        tool_mode=tools.mode,
+        variables={**recipe.chat.template_kwargs, **variables, **options.chat_template_kwargs, **turn},
+        sampling=api_sampling(sampling, options, recipe, renamed),
+        guide=tools.guide,
         cache_salt=options.cache_salt,
         return_timing=options.return_timing,
-        session_id=options.session_id or check_session(body.prompt_cache_key or "", "prompt_cache_key"),
+        session_id=options.session_id or check_session(session_key or "", "prompt_cache_key"),
         routing=options.routing,
         kv_cache_retention_config=options.kv_cache_retention_config,
-        service_tier=shown_tier(body.service_tier),
         annotations=options.annotations,
         extra_fields=options.extra_fields,
-        return_token_ids=bool(body.return_token_ids),
+        **others,
     )
 
 
@@ -278,6 +318,12 @@ def check_annotations(options: RequestOptions, stream: bool | None) -> None:
     """Raise RequestError where annotations, which are events, have no stream to come in."""
     if options.annotations and not stream:
         raise RequestError("nvext.annotations: they are events of a stream; send stream true, or remove it")
+
+
+def check_stream_options(body: OpenAIBody) -> None:
+    """Raises RequestError."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: only with stream true; remove it")
 
 
 def check_no_nvext_reply(options: RequestOptions) -> None:
@@ -291,10 +337,8 @@ _OPENAI = tuple(row.name for row in PARAMETERS if row.api == "openai")
 _TEMPERATURE = BY_NAME["temperature"]
 
 
-def _sampling(body: ChatBody, options: RequestOptions, recipe: Recipe) -> Sampling:
-    fields: dict[str, Any] = {
-        "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    }
+def _sampling(body: ChatBody, recipe: Recipe) -> dict[str, Any]:
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if (top := body.top_logprobs) is not None:
         if not body.logprobs:
             raise RequestError("top_logprobs: only with logprobs true; send logprobs true as well")
@@ -302,21 +346,22 @@ def _sampling(body: ChatBody, options: RequestOptions, recipe: Recipe) -> Sampli
             raise RequestError(
                 f"top_logprobs: {top}; the range is 0 to {limit}, limits.max_logprobs sets the upper end"
             )
-    if body.logprobs:
-        fields["logprobs"] = body.top_logprobs or 0
-    return openai_sampling(body, fields, options, recipe)
+    return openai_sampling(body) | {"max_tokens": max_tokens, "logprobs": (top or 0) if body.logprobs else None}
 
 
-def openai_sampling(body: SamplingBody, fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
-    """Check sampling values, `fields` beside the body's own."""
-    for name in _OPENAI:
-        if (value := getattr(body, name, None)) is not None:
-            fields[name] = value
-    return api_sampling(fields, options, recipe)
+def openai_sampling(body: SamplingBody) -> dict[str, Any]:
+    """Return the body's sampling values, None where they are not set."""
+    return {name: getattr(body, name, None) for name in _OPENAI}
 
 
-def api_sampling(fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Sampling:
-    """Check a request's sampling values, in OpenAI's ranges; temperature is 1 unless request or recipe give another."""
+def api_sampling(
+    given: Mapping[str, Any], options: RequestOptions, recipe: Recipe, renamed: Mapping[str, str] = MappingProxyType({})
+) -> Sampling:
+    """Check a request's sampling values, in OpenAI's ranges; temperature is 1 unless request or recipe give another.
+
+    `renamed`: the API's names of some, for errors. Raises RequestError.
+    """
+    fields = {name: value for name, value in given.items() if value is not None}
     low, high, temperature = _TEMPERATURE.low, _TEMPERATURE.openai_high, fields.get("temperature")
     if temperature is not None and not low <= temperature <= high:
         raise RequestError(f"temperature: {temperature}; the range is {low} to {high}, {_TEMPERATURE.advice}")
@@ -324,26 +369,23 @@ def api_sampling(fields: dict[str, Any], options: RequestOptions, recipe: Recipe
         fields["temperature"] = 1.0
     if options.is_greedy:
         fields["temperature"] = 0.0
-    return parse_sampling({**fields, **options.sampling}, {}, recipe)
+    try:
+        return parse_sampling({**fields, **options.sampling}, {}, recipe)
+    except RequestError as error:
+        name, colon, text = str(error).partition(":")
+        raise RequestError(f"{renamed.get(name, name)}{colon}{text}") from None
 
 
-def template_variables(
-    effort: Effort | None, verbosity: Verbosity | None, options: RequestOptions, recipe: Recipe
-) -> dict[str, Any]:
-    """Return what the chat template is given beside messages and tools."""
-    variables = dict(recipe.chat.template_kwargs)
-    if verbosity is not None:
-        variables["verbosity"] = verbosity
+def template_variables(effort: Effort | None, verbosity: Verbosity | None) -> dict[str, Any]:
+    """Return what the chat template is told of how much to say."""
+    variables: dict[str, Any] = {} if verbosity is None else {"verbosity": verbosity}
     if effort is not None:
         variables |= {"reasoning_effort": effort, "enable_thinking": effort not in ("none", "minimal")}
-    return variables | options.chat_template_kwargs
+    return variables
 
 
-def last_turn(messages: list[Message], has_prompt: bool | None, is_continued: bool) -> dict[str, Any]:
-    """Mark the last message if the answer goes on with it; return variables of the template. Raises RequestError.
-
-    `has_prompt`: whether what begins an answer follows the messages; None: as without the field.
-    """
+def _last_turn(messages: list[Message], has_prompt: bool | None, is_continued: bool) -> dict[str, Any]:
+    """Mark the last message if the answer goes on with it; return variables of the template. Raises RequestError."""
     if not is_continued:
         return {} if has_prompt is None else {"add_generation_prompt": has_prompt}
     if has_prompt:
@@ -355,64 +397,6 @@ def last_turn(messages: list[Message], has_prompt: bool | None, is_continued: bo
         raise RequestError(f"{CONTINUED}: the last message has tool calls, which have ended; send their results")
     messages[-1] = {**last, CONTINUED: True}
     return {"add_generation_prompt": False}
-
-
-def _guide(body: ChatBody, options: RequestOptions) -> dict[str, Any] | None:
-    form = body.response_format
-    if form is None or form.type == "text":
-        return options.guide
-    if options.guide is not None:
-        raise RequestError(f"{options.guide_name}: not together with response_format; send one of them")
-    if form.type == "json_object":
-        return {"json_object": True}
-    if form.json_schema is None:
-        raise RequestError("response_format.json_schema: missing; send it, or type json_object")
-    return schema_guide(form.json_schema.name, form.json_schema.schema, "response_format.json_schema")
-
-
-def schema_guide(name: str, schema: dict[str, Any] | None, where: str) -> dict[str, Any]:
-    """Return the guide of a named JSON schema; of any object without one. Raises RequestError."""
-    if not _NAME.fullmatch(name):
-        raise RequestError(f"{where}.name: send 1 to 64 letters, digits, underscores or hyphens")
-    if schema is None:
-        return {"json_object": True}
-    check_plain(schema, f"{where}.schema")
-    return {"json": schema}
-
-
-def _tools(body: ChatBody, limits: Limits) -> tuple[list[dict[str, Any]], ToolMode]:
-    """Return the offered functions, and whether one must be called."""
-    tools, choice = body.tools or [], body.tool_choice
-    functions = check_functions({f"tools[{at}].function": tool.function for at, tool in enumerate(tools)}, limits)
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice: without tools; send tools, or remove it")
-        return [], "none"
-    if isinstance(choice, ChosenTool):
-        chosen = [function for function in functions if function["name"] == choice.function.name]
-        if not chosen:
-            raise RequestError(f"tool_choice.function.name: {choice.function.name[:64]}; no such function in tools")
-        return chosen, "required"
-    return ([], "none") if choice == "none" else (functions, choice or "auto")
-
-
-def check_functions(functions: Mapping[str, FunctionDefinition], limits: Limits) -> list[dict[str, Any]]:
-    """Return the functions, each given with its place, as templates and parsers know them. Raises RequestError."""
-    if len(functions) > limits.max_tools:
-        raise RequestError(f"tools: {len(functions)}; limits.max_tools is {limits.max_tools}, send fewer")
-    shown = [_function(function, where) for where, function in functions.items()]
-    if len({function["name"] for function in shown}) < len(shown):
-        raise RequestError("tools: two functions have the same name; give each its own")
-    return shown
-
-
-def _function(function: FunctionDefinition, where: str) -> dict[str, Any]:
-    if not FUNCTION_NAME.fullmatch(function.name):
-        raise RequestError(f"{where}.name: send 1 to 128 letters, digits, underscores, dots or hyphens")
-    check_plain(function.parameters, f"{where}.parameters")
-    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    shown = {name: value for name, value in fields.items() if value is not None}
-    return {**shown, "strict": True} if function.strict else shown
 
 
 def _messages(messages: list[ChatMessage], recipe: Recipe) -> tuple[list[Message], list[PictureSource]]:

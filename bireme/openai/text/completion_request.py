@@ -11,7 +11,13 @@ from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import BY_NAME
-from bireme.pipelines.chat_request import OpenAIBody, check_annotations, openai_sampling
+from bireme.pipelines.chat_request import (
+    OpenAIBody,
+    api_sampling,
+    check_annotations,
+    check_stream_options,
+    openai_sampling,
+)
 from bireme.pipelines.extensions import REFUSED_NAMES, Annotation, ExtraField, RequestOptions, request_options
 from bireme.request import RoutingChoice
 from bireme.sampling import Sampling
@@ -56,8 +62,7 @@ class CompletionRequest:
 
 def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
     """Check what the types can't. Raises RequestError."""
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options: only with stream true; remove it")
+    check_stream_options(body)
     options = request_options(body)
     check_annotations(options, body.stream)
     if options.chat_template_kwargs:
@@ -86,20 +91,18 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
 
 
 def _sampling(body: CompletionBody, options: RequestOptions, recipe: Recipe) -> Sampling:
-    fields: dict[str, Any] = {}
-    if options.guide is not None:
-        fields["guided_decoding"] = options.guide
-    if body.logprobs is not None:
-        if not 0 <= body.logprobs <= _MAX_LOGPROBS:
-            raise RequestError(f"logprobs: {body.logprobs}; the range is 0 to {_MAX_LOGPROBS}")
-        fields["logprobs"] = body.logprobs
-        if body.echo:
-            fields["prompt_logprobs"] = body.logprobs
-    limit = recipe.limits.max_tokens
-    fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, limit or _DEFAULT_MAX_TOKENS)
+    if body.logprobs is not None and not 0 <= body.logprobs <= _MAX_LOGPROBS:
+        raise RequestError(f"logprobs: {body.logprobs}; the range is 0 to {_MAX_LOGPROBS}")
+    max_tokens = min(_DEFAULT_MAX_TOKENS, recipe.limits.max_tokens or _DEFAULT_MAX_TOKENS)
     if body.max_tokens is not None:
-        fields["max_tokens"] = body.max_tokens or 1  # engines make one: without_tokens leaves it out
-    sampling = openai_sampling(body, fields, options, recipe)
+        max_tokens = body.max_tokens or 1  # engines make one: without_tokens leaves it out
+    fields: dict[str, Any] = openai_sampling(body) | {
+        "guided_decoding": options.guide,
+        "logprobs": body.logprobs,
+        "prompt_logprobs": body.logprobs if body.echo else None,
+        "max_tokens": max_tokens,
+    }
+    sampling = api_sampling(fields, options, recipe)
     if body.echo and body.logprobs is not None and sampling.params.max_tokens == 1:
         # Scorers of prompts count on one token after it, and a token that ends an answer is not delivered as one.
         return replace(sampling, params=msgspec.structs.replace(sampling.params, ignore_eos=True))

@@ -7,8 +7,7 @@ stream. `thinking.budget_tokens` is no limit, as it is none there.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -17,16 +16,10 @@ import msgspec
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.openai.text.hosted_tools import is_left_out
-from bireme.pipelines.chat_request import (
-    FUNCTION_NAME,
-    ChatRequest,
-    ToolMode,
-    api_sampling,
-    check_no_nvext_reply,
-    last_turn,
-)
-from bireme.pipelines.extensions import REFUSED_NAMES, RequestOptions, TopLevelNames, request_options
-from bireme.pipelines.json_body import check_plain, convert_part
+from bireme.pipelines.chat_request import ChatRequest, build_chat, check_no_nvext_reply
+from bireme.pipelines.chat_tools import ChatFormat, FunctionDefinition, ToolChoice, ToolMode, ToolRules, check_num_tools
+from bireme.pipelines.extensions import REFUSED_NAMES, TopLevelNames, request_options
+from bireme.pipelines.json_body import convert_part
 from bireme.pipelines.picture_parts import PictureCollector, show_result_pictures
 from bireme.text.chat_template import Message
 
@@ -34,6 +27,8 @@ from bireme.text.chat_template import Message
 _BILLING = "x-anthropic-billing-header:"
 
 _NO_TOOLS_OF_OURS = "the server runs no tools of its own; send tools with name and input_schema"
+_TOOLS = ToolRules("output_config.format", "tool", "input_schema", "none of the tools offered")
+_MODES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 _NO_DOCUMENTS = "documents are not read here; send their text as a block of type text"
 _NOT_OURS = "blocks of tools that a server runs are not served; remove it"
 _NOT_SERVED = "not served; remove it"
@@ -256,11 +251,11 @@ class MessagesRequest:
 
 def check_messages(body: MessagesBody, recipe: Recipe) -> MessagesRequest:
     """Check what the types can't. Raises RequestError."""
-    fields = {
+    sampling = {
         "max_tokens": body.max_tokens, "stop": body.stop_sequences, "temperature": body.temperature,
         "top_p": body.top_p,
     }  # fmt: skip
-    chat = _chat(body, {name: value for name, value in fields.items() if value is not None}, recipe)
+    chat = _chat(body, sampling, recipe, bool(body.stream))
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
     return MessagesRequest(chat, frozenset(body.stop_sequences or ()), shows_thinking)
 
@@ -270,45 +265,33 @@ def check_count(body: CountBody, recipe: Recipe) -> ChatRequest:
     return _chat(body, {}, recipe)
 
 
-def _chat(body: CountBody, fields: dict[str, Any], recipe: Recipe) -> ChatRequest:
+def _chat(body: CountBody, sampling: dict[str, Any], recipe: Recipe, stream: bool = False) -> ChatRequest:
     options = request_options(body)
     check_no_nvext_reply(options)
-    functions, mode = _tools(body, recipe)
-    guide = _guide(body, options)
-    if functions and guide is not None:
-        raise RequestError("output_config.format: not together with tools; send tool_choice none, or no tools")
+    functions = _functions(body, recipe)
+    tools = _TOOLS.offered(functions, _choice(body.tool_choice), _TOOLS.guide(_format(body), options))
     pictures = PictureCollector(recipe.media)
     messages = _conversation(body, recipe.limits, pictures)
     is_continued = body.continue_final_message
     if is_continued is None:
         is_continued = body.messages[-1].role == "assistant" and not body.add_generation_prompt
-    turn = last_turn(messages, body.add_generation_prompt, is_continued)
-    return ChatRequest(
+    return build_chat(
+        options,
+        recipe,
+        tools,
+        is_parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         model=body.model,
         messages=messages,
         pictures=pictures.sources,
-        functions=functions,
-        tool_mode=mode,
-        is_parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
-        variables={**recipe.chat.template_kwargs, **_thinking(body), **options.chat_template_kwargs, **turn},
-        sampling=_sampling(fields, options, recipe),
+        has_prompt=body.add_generation_prompt,
+        is_continued=is_continued,
+        variables=_thinking(body),
+        sampling=sampling,
+        renamed={"stop": "stop_sequences"},
         logprobs=False,
-        guide=guide,
-        stream=isinstance(body, MessagesBody) and bool(body.stream),
+        stream=stream,
         include_usage=True,
-        cache_salt=options.cache_salt,
-        return_timing=options.return_timing,
-        session_id=options.session_id,
-        routing=options.routing,
-        kv_cache_retention_config=options.kv_cache_retention_config,
     )
-
-
-def _sampling(fields: dict[str, Any], options: RequestOptions, recipe: Recipe) -> Any:
-    try:
-        return api_sampling(fields, options, recipe)
-    except RequestError as error:
-        raise RequestError(re.sub(r"^stop(?=:)", "stop_sequences", str(error))) from None
 
 
 def _thinking(body: CountBody) -> dict[str, Any]:
@@ -322,58 +305,42 @@ def _thinking(body: CountBody) -> dict[str, Any]:
     return variables
 
 
-def _guide(body: CountBody, options: RequestOptions) -> dict[str, Any] | None:
-    form, where = body.output_config.format if body.output_config else None, "output_config.format"
+def _format(body: CountBody) -> ChatFormat | None:
+    form, where = body.output_config.format if body.output_config else None, _TOOLS.format
     if body.output_format is not None:
         if form is not None:
             raise RequestError("output_format: not together with output_config.format; send the latter")
         form, where = body.output_format, "output_format"
-    if form is None:
-        return options.guide
-    if options.guide is not None:
-        raise RequestError(f"{options.guide_name}: not together with {where}; send one of them")
-    check_plain(form.schema, f"{where}.schema")
-    return {"json": form.schema}
+    return None if form is None else ChatFormat(where, form.type, form.schema, where)
 
 
-def _tools(body: CountBody, recipe: Recipe) -> tuple[list[dict[str, Any]], ToolMode]:
-    """Return the offered functions, and whether one must be called."""
-    given, choice, limit = body.tools or [], body.tool_choice, recipe.limits.max_tools
-    if len(given) > limit:
-        raise RequestError(f"tools: {len(given)}; limits.max_tools is {limit}, send fewer")
-    specs = {
-        where: convert_part(tool, ToolSpec, where, REFUSED)
-        for at, tool in enumerate(given)
-        if not is_left_out(tool.get("type"), recipe) and (where := f"tools[{at}]")
-    }
-    tools = list(specs.values())
-    known = {tool.name: _function(tool, where) for where, tool in specs.items()}
-    if len(known) < len(tools):
-        raise RequestError("tools: two tools have the same name; give each its own")
-    if tools and all(tool.defer_loading for tool in tools):
-        raise RequestError("tools: all have defer_loading; leave it out of at least one, which finds the others")
-    # those that were found come last: the prompt goes on beginning as it did
-    offered = [tool.name for tool in tools if not tool.defer_loading] + _found(body, known)
-    functions = [known[name] for name in dict.fromkeys(offered)]
+def _choice(choice: ToolSelection | None) -> ToolChoice:
     if choice is None:
-        return functions, "auto" if functions else "none"
+        return ToolChoice()
     if (choice.name is None) == (choice.type == "tool"):
         raise RequestError("tool_choice.name: goes with type tool, and only with it; send both or none")
-    if not functions:
-        if choice.type in ("any", "tool"):
-            raise RequestError("tool_choice: without tools; send tools, or remove it")
-        return [], "none"
-    if choice.type == "tool":
-        chosen = [function for function in functions if function["name"] == choice.name]
-        if not chosen:
-            raise RequestError(f"tool_choice.name: {str(choice.name)[:64]}; none of the tools offered")
-        return chosen, "required"
-    if choice.type == "none":
-        return [], "none"
-    return functions, "required" if choice.type == "any" else "auto"
+    return ToolChoice(_MODES[choice.type], () if choice.name is None else (choice.name,), "tool_choice.name")
 
 
-def _found(body: CountBody, known: Mapping[str, Any]) -> list[str]:
+def _functions(body: CountBody, recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the functions that the model is shown."""
+    given = body.tools or []
+    check_num_tools(len(given), recipe.limits)
+    tools = {
+        f"tools[{at}]": convert_part(tool, ToolSpec, f"tools[{at}]", REFUSED)
+        for at, tool in enumerate(given)
+        if not is_left_out(tool.get("type"), recipe)
+    }
+    definitions = {where: _definition(tool, where) for where, tool in tools.items()}
+    known = {function["name"]: function for function in _TOOLS.functions(definitions, recipe.limits)}
+    at_once = [tool.name for tool in tools.values() if not tool.defer_loading]
+    if tools and not at_once:
+        raise RequestError("tools: all have defer_loading; leave it out of at least one, which finds the others")
+    # those that were found come last: the prompt goes on beginning as it did
+    return [known[name] for name in dict.fromkeys([*at_once, *_found(body, known)])]
+
+
+def _found(body: CountBody, known: Container[str]) -> list[str]:
     """Return the names in tool references. Raises RequestError."""
     names = []
     for where, part in _result_parts(body.messages):
@@ -392,19 +359,14 @@ def _result_parts(turns: list[Turn]) -> Iterator[tuple[str, TextBlock | ImageBlo
                 yield from ((f"{where}[{place}]", part) for place, part in enumerate(block.content))
 
 
-def _function(tool: ToolSpec, where: str) -> dict[str, Any]:
+def _definition(tool: ToolSpec, where: str) -> FunctionDefinition:
     if tool.type not in (None, "custom"):
         raise RequestError(f"{where}.type: {tool.type[:40]}; {_NO_TOOLS_OF_OURS}")
-    if not FUNCTION_NAME.fullmatch(tool.name):
-        raise RequestError(f"{where}.name: send 1 to 128 letters, digits, underscores, dots or hyphens")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema: missing; send it")
     if tool.allowed_callers not in (None, ["direct"]):
         raise RequestError(f"{where}.allowed_callers: only direct is served; remove it")
-    check_plain(tool.input_schema, f"{where}.input_schema")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    shown = {name: value for name, value in function.items() if value is not None}
-    return {**shown, "strict": True} if tool.strict else shown
+    return FunctionDefinition(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
 def _conversation(body: CountBody, limits: Limits, pictures: PictureCollector) -> list[Message]:

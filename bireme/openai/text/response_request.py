@@ -22,28 +22,17 @@ from bireme.pipelines.chat_answer import ResponseMeta
 from bireme.pipelines.chat_request import (
     ChatRequest,
     Effort,
-    FunctionDefinition,
     SamplingBody,
-    ToolMode,
     Verbosity,
-    check_functions,
+    build_chat,
     check_metadata,
     check_no_nvext_reply,
-    last_turn,
     openai_sampling,
-    schema_guide,
     template_variables,
 )
-from bireme.pipelines.extensions import (
-    REFUSED_NAMES,
-    REFUSED_TIERS,
-    RequestOptions,
-    ServiceTier,
-    request_options,
-    shown_tier,
-)
+from bireme.pipelines.chat_tools import ChatFormat, FunctionDefinition, ToolChoice, ToolMode, ToolRules
+from bireme.pipelines.extensions import REFUSED_NAMES, REFUSED_TIERS, ServiceTier, request_options, shown_tier
 from bireme.pipelines.json_body import convert_part
-from bireme.request import check_session
 
 _LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _INCLUDED = {
@@ -57,6 +46,7 @@ _INCLUDED = {
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 }
+_TOOLS = ToolRules(format="text.format")
 _IN_CHATS = "a field of /v1/chat/completions; "
 REFUSED = {
     "messages": _IN_CHATS + "send input",
@@ -212,52 +202,61 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
     summary = _summary(reasoning)
     check_metadata(body.metadata)
-    guide = _guide(text.format, options)
-    tools = _Tools.of(body, recipe)
-    functions, mode = _chosen(body, check_functions(tools.functions, recipe.limits))
-    if functions and guide is not None:
-        raise RequestError("text.format: not together with tools; send tool_choice none, or no tools")
-    if body.conversation is not None and body.previous_response_id is not None:
-        raise RequestError("conversation: not together with previous_response_id; send one of them")
-    if body.background and body.store is False:
-        raise RequestError("store: false beside background; a response that nobody waits for has to be kept")
+    guide = _TOOLS.guide(_format(text.format), options)
+    given = _Tools.of(body, recipe)
+    functions = _TOOLS.functions(given.functions, recipe.limits)
+    tools = _TOOLS.offered(functions, _choice(body.tool_choice, bool(functions)), guide)
+    _check_keeping(body)
     if options.routing.query_only:
         raise RequestError("bireme.routing.query_only: a response is an answer; ask /v1/chat/completions")
     items = input_items(body.input)
     conversation = Conversation(recipe.limits, recipe.media, body.instructions)
     conversation.add(history, "previous_response_id" if body.conversation is None else "conversation")
     conversation.add(items)
-    turn = last_turn(conversation.messages, body.add_generation_prompt, bool(body.continue_final_message))
-    fields: dict[str, Any] = {"max_tokens": body.max_output_tokens}
-    if _LOGPROBS in include:
-        fields["logprobs"] = body.top_logprobs or 0
-    try:
-        sampling = openai_sampling(body, fields, options, recipe)
-    except RequestError as error:  # it calls them as chats do
-        renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-        name, _, rest = str(error).partition(":")
-        raise RequestError(f"{renamed.get(name, name)}:{rest}") from None
-    chat = ChatRequest(
+    has_logprobs = _LOGPROBS in include
+    own = {"max_tokens": body.max_output_tokens, "logprobs": (body.top_logprobs or 0) if has_logprobs else None}
+    chat = build_chat(
+        options,
+        recipe,
+        tools,
+        is_parallel=body.parallel_tool_calls is not False,
         model=body.model,
         messages=conversation.messages,
         pictures=conversation.pictures,
-        functions=functions,
-        tool_mode=mode,
-        is_parallel=body.parallel_tool_calls is not False,
-        variables=template_variables(reasoning.effort, text.verbosity, options, recipe) | turn,
-        sampling=sampling,
-        logprobs=_LOGPROBS in include,
-        guide=guide,
+        has_prompt=body.add_generation_prompt,
+        is_continued=bool(body.continue_final_message),
+        variables=template_variables(reasoning.effort, text.verbosity),
+        sampling=openai_sampling(body) | own,
+        logprobs=has_logprobs,
         stream=bool(body.stream),
         include_usage=True,
-        cache_salt=options.cache_salt,
-        return_timing=options.return_timing,
-        session_id=options.session_id or check_session(body.prompt_cache_key or "", "prompt_cache_key"),
-        routing=options.routing,
-        kv_cache_retention_config=options.kv_cache_retention_config,
+        session_key=body.prompt_cache_key,
         service_tier=shown_tier(body.service_tier) or "default",
+        renamed={"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
     )
-    params = sampling.params
+    return ResponseRequest(
+        chat=chat,
+        items=items,
+        shown=_shown(body, chat, given.shown, summary),
+        has_summary=summary is not None,
+        has_sealed=_SEALED in include,
+        is_truncated=body.truncation == "auto",
+        is_kept=body.store is not False,
+        conversation=body.conversation_id,
+        spaced=given.spaced,
+    )
+
+
+def _check_keeping(body: ResponseBody) -> None:
+    if body.conversation is not None and body.previous_response_id is not None:
+        raise RequestError("conversation: not together with previous_response_id; send one of them")
+    if body.background and body.store is False:
+        raise RequestError("store: false beside background; a response that nobody waits for has to be kept")
+
+
+def _shown(body: ResponseBody, chat: ChatRequest, tools: list[dict[str, Any]], summary: str | None) -> dict[str, Any]:
+    """Return the fields of the request that its response repeats."""
+    params, text = chat.sampling.params, body.text or TextOptions()
     shown = {
         "background": bool(body.background),
         "instructions": body.instructions,
@@ -267,30 +266,18 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         "parallel_tool_calls": chat.is_parallel,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": reasoning.effort, "summary": summary},
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": summary},
         "safety_identifier": body.safety_identifier,
         "temperature": params.temperature,
         "text": {"format": _format_json(text.format), "verbosity": text.verbosity or "medium"},
         "tool_choice": body.tool_choice or "auto",
-        "tools": tools.shown,
+        "tools": tools,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if params.top_p is None else params.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-    if body.conversation_id is not None:
-        shown["conversation"] = {"id": body.conversation_id}
-    return ResponseRequest(
-        chat=chat,
-        items=items,
-        shown=shown,
-        has_summary=summary is not None,
-        has_sealed=_SEALED in include,
-        is_truncated=body.truncation == "auto",
-        is_kept=body.store is not False,
-        conversation=body.conversation_id,
-        spaced=tools.spaced,
-    )
+    return shown if body.conversation_id is None else {**shown, "conversation": {"id": body.conversation_id}}
 
 
 def _include(body: ResponseBody) -> list[str]:
@@ -310,16 +297,11 @@ def _summary(reasoning: ReasoningOptions) -> str | None:
     return summary
 
 
-def _guide(form: TextFormat | None, options: RequestOptions) -> dict[str, Any] | None:
-    if form is None or form.type == "text":
-        return options.guide
-    if options.guide is not None:
-        raise RequestError(f"{options.guide_name}: not together with text.format; send one of them")
-    if form.type == "json_object":
-        return {"json_object": True}
-    if form.schema is None:
-        raise RequestError("text.format.schema: missing; send it, or type json_object")
-    return schema_guide(form.name or "", form.schema, "text.format")
+def _format(form: TextFormat | None) -> ChatFormat | None:
+    if form is None:
+        return None
+    missing = f"{_TOOLS.format}.schema" if form.schema is None else ""
+    return ChatFormat(_TOOLS.format, form.type, form.schema, _TOOLS.format, form.name or "", missing)
 
 
 def _format_json(form: TextFormat | None) -> dict[str, Any]:
@@ -370,28 +352,16 @@ class _Tools:
         return shown if tool.description is None else {**shown, "description": tool.description}
 
 
-def _chosen(body: ResponseBody, functions: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], ToolMode]:
-    """Return the functions that are offered, and whether one must be called."""
-    choice = body.tool_choice
-    if not functions and choice not in (None, "none", "auto"):
-        raise RequestError("tool_choice: without tools; send tools, or remove it")
-    if choice == "none" or not functions:
-        return [], "none"
+def _choice(choice: ToolMode | dict[str, Any] | None, has_functions: bool) -> ToolChoice:
     if not isinstance(choice, dict):
-        return functions, choice or "auto"
+        return ToolChoice(choice or "auto")
+    if not has_functions:
+        return ToolChoice("required")  # refused, whatever it names
     if choice.get("type") == "allowed_tools":
         allowed = convert_part(choice, AllowedTools, "tool_choice")
         if not allowed.tools:
             raise RequestError("tool_choice.tools: empty; name at least one, or send tool_choice none")
-        names = dict.fromkeys(tool.name for tool in allowed.tools)
-        return [_named(functions, name, "tool_choice.tools") for name in names], allowed.mode
+        return ToolChoice(allowed.mode, [tool.name for tool in allowed.tools], "tool_choice.tools")
     if choice.get("type") != "function":
         raise RequestError(f"tool_choice.type: {str(choice.get('type'))[:40]}; send function or allowed_tools")
-    return [_named(functions, convert_part(choice, NamedTool, "tool_choice").name, "tool_choice.name")], "required"
-
-
-def _named(functions: list[dict[str, Any]], name: str, where: str) -> dict[str, Any]:
-    for function in functions:
-        if function["name"] == name:
-            return function
-    raise RequestError(f"{where}: {name[:64]}; no such function in tools")
+    return ToolChoice("required", [convert_part(choice, NamedTool, "tool_choice").name], "tool_choice.name")
