@@ -15,14 +15,17 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bireme.launch.console import Console
+from typing import Literal, Protocol
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0  # after a turn that failed; doubles with each in a row
 
 Turn = Callable[[], float | None]
+
+
+class EventLog(Protocol):
+    """What threads log to: a launch's Console."""
+
+    def event(self, name: str, level: Literal["info", "error"] = "info", **fields: object) -> None: ...
 
 
 class GuardedThread:
@@ -31,11 +34,11 @@ class GuardedThread:
     A turn that waits does so on `stopping`, or for no longer than `stop` may take.
     """
 
-    def __init__(self, name: str, turn: Turn, console: Console, interval_s: float = 0.0) -> None:
+    def __init__(self, name: str, turn: Turn, log: EventLog, interval_s: float = 0.0) -> None:
         self.name = name
         self.stopping = threading.Event()
         self._turn = turn
-        self._console = console
+        self._log = log
         self._interval_s = interval_s
         self._failures: Counter[str] = Counter()  # kind -> count, since a turn went well
         self._thread = self._new_thread()
@@ -65,7 +68,7 @@ class GuardedThread:
         thread.start()
         self._thread = thread
         if has_run:
-            self._console.event("thread_revived", "error", thread=self.name)
+            self._log.event("thread_revived", "error", thread=self.name)
 
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -87,32 +90,32 @@ class GuardedThread:
         self._failures[kind] += 1
         count = self._failures[kind]
         if count == 10 ** (len(str(count)) - 1):
-            self._console.event(
+            self._log.event(
                 "turn_failed", "error", thread=self.name, count=count, error=f"{type(error).__name__}: {error}",
                 at=f"{where.filename}:{where.lineno}",
             )  # fmt: skip
 
     def _note_success(self) -> None:
         if self._failures:
-            self._console.event("turns_succeed_again", thread=self.name, failed=self._failures.total())
+            self._log.event("turns_succeed_again", thread=self.name, failed=self._failures.total())
             self._failures.clear()
 
 
 class GuardedThreads:
     """All threads of a launch, so that one place checks them."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
         self._threads: list[GuardedThread] = []
 
     def start(self, name: str, turn: Turn, interval_s: float = 0.0) -> GuardedThread:
         """Start another one. If the system has no thread left, `revive` starts it later."""
-        thread = GuardedThread(name, turn, self._console, interval_s)
+        thread = GuardedThread(name, turn, self._log, interval_s)
         self._threads = [*(other for other in self._threads if not other.stopping.is_set()), thread]
         try:
             thread.start()
         except RuntimeError as error:
-            self._console.event("thread_not_started", "error", thread=name, error=error)
+            self._log.event("thread_not_started", "error", thread=name, error=error)
         return thread
 
     def problems(self) -> dict[str, str]:
