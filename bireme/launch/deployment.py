@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +28,7 @@ from bireme.discovery.directory import LOOK_S
 from bireme.discovery.run_folder import ask_drain, named_key
 from bireme.discovery.store import shared_key
 from bireme.discovery.view import WorkerView, discover
-from bireme.errors import BiremeError, ConfigError, UnavailableError
+from bireme.errors import BiremeError, ConfigError
 from bireme.kv.curve import needs_curve
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
@@ -39,7 +38,7 @@ from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
 from bireme.launch.installation import Installation
-from bireme.launch.loading_stubs import GIVEN_UP, LoadingStubs
+from bireme.launch.loading import load_models
 from bireme.launch.memory_process import MemoryProcess
 from bireme.launch.openings import warn_of_old_triton
 from bireme.launch.ports import LOOPBACK, Hosts, Listener, Ports, is_every_address
@@ -57,18 +56,14 @@ from bireme.launch.tritonserver import (
 from bireme.launch.watchdog import StubWatchdog
 from bireme.workers.grpc_tls import GrpcTls
 
-_PARALLEL_LOADS = 8  # each holds one of the server's HTTP threads
-_PROGRESS_S = 5.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 30.0
 _READY_LOOK_S = 0.05
-_LOAD_LOOK_S = 0.5  # a look at the server's stubs asks each of its hundreds of threads
 _SHORT_STOP_S = 3.0
 _TOUCH_S = 600.0
 _RUN_FOLDER_S = 1.0  # how soon deleted files are there again
 _EXIT_S = 10.0  # of a server without models: Triton looks once a second
 _ANNOUNCE_S = 3.0  # until the shared store has it that a server drains
 _HEARD_S = 2 * LOOK_S  # and until its readers have seen it
-_DEATH_S = 5.0  # from the close of its connections to the end of a dying process, with its core dump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,9 +311,11 @@ class Deployment:
         server.start(is_wanted=lambda: not self._stopping.is_set())
         self._console.event("server_up", pid=server.pid, seconds=time.monotonic() - began)
         self._warn(server)
+        recipe = self.settings.recipe
+        owners = {name: model for model in self.models for name in recipe.instances(model)}
         try:
             for phase in self._phases:
-                self._load(server, phase)
+                load_models(server, phase, owners, self._console, self._stopping)
         except ServerStartError:
             server.kill()
             raise
@@ -356,55 +353,6 @@ class Deployment:
             environment=environment,
             arguments=settings.triton_arguments,
         )
-
-    def _load(self, server: Server, models: tuple[str, ...]) -> None:
-        """Load models side by side. Raises ServerStartError with each one's reason."""
-        began = time.monotonic()
-        recipe = self.settings.recipe
-        owners = {name: model for model in self.models for name in recipe.instances(model)}
-        stubs = LoadingStubs(server.pid, owners, self.run_folder.shm_prefix)
-        pool = ThreadPoolExecutor(_PARALLEL_LOADS, thread_name_prefix="load")
-        loads = {pool.submit(self._load_one, server, model, stubs): model for model in models}
-        try:
-            self._await_loads(server, loads, stubs, began)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-        if self._stopping.is_set():
-            return
-        failed = {model: future.exception() for future, model in loads.items() if future.exception()}
-        if failed:
-            # Its connections end before the process does.
-            if any(isinstance(error, UnavailableError) for error in failed.values()) and server.wait(_DEATH_S):
-                raise server.exit_error()
-            text = "".join(f"\n  model {model}: {error}" for model, error in failed.items())
-            raise ServerStartError(f"{len(failed)} of {len(models)} models did not load:{text}")
-
-    def _load_one(self, server: Server, model: str, stubs: LoadingStubs) -> None:
-        began = time.monotonic()
-        try:
-            server.load(model)
-        except BiremeError:
-            if model not in stubs.given_up:
-                raise
-            server.load(model)
-        self._console.event("loaded", model=model, seconds=time.monotonic() - began)
-
-    def _await_loads(
-        self, server: Server, loads: Mapping[Future[None], str], stubs: LoadingStubs, began: float
-    ) -> None:
-        waiting, next_word = set(loads), began + _PROGRESS_S
-        while waiting and not self._stopping.is_set():
-            waiting = wait(waiting, timeout=_LOAD_LOOK_S).not_done
-            if not server.is_running:
-                raise server.exit_error()
-            loading, now = sorted(loads[future] for future in waiting), time.monotonic()
-            if stubs.is_one_lost(loading, now):
-                raise ServerStartError(f"loading {', '.join(loading)}: a stub died, and tritonserver waits for it")
-            for model in stubs.end_given_up(loading, now):
-                self._console.event("load_given_up", "warning", model=model, reason=GIVEN_UP)
-            if waiting and time.monotonic() >= next_word:
-                next_word += _PROGRESS_S
-                self._console.event("loading", models=",".join(loading), elapsed_s=round(time.monotonic() - began))
 
     def _watch(self, server: Server) -> None:
         server.note_members()

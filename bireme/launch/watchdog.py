@@ -22,7 +22,7 @@ from bireme.errors import BiremeError
 from bireme.launch import processes
 from bireme.launch.console import Console
 from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
-from bireme.launch.loading_stubs import GIVEN_UP, LoadingStubs
+from bireme.launch.loading import GIVEN_UP, LoadingStubs
 from bireme.launch.tritonserver import Server
 
 _INTERVAL_S = 0.25
@@ -41,10 +41,13 @@ class StubState:
     restarts: int = 0
     backoff: Backoff = field(default_factory=lambda: Backoff(1.0, _MAX_BACKOFF_S))  # after loads that failed in a row
     retry_at: float = 0.0
-    is_healing: bool = False
     loading: LoadingStubs | None = None  # while it heals
     last_error: str = ""
     was_alive: bool = False  # when it could be looked at last
+
+    @property
+    def is_healing(self) -> bool:
+        return self.loading is not None
 
     @property
     def is_alive(self) -> bool:
@@ -129,17 +132,26 @@ class StubWatchdog:
             if cause and now >= self._states[model].retry_at:
                 self._heal_later(model, self._states[model], cause)
         self._end_replaced(now)
-        for model, state in self._states.items():
-            if state.is_healing and state.loading is not None and state.loading.end_given_up([model], now):
-                self._console.event("load_given_up", "warning", model=model, reason=GIVEN_UP)
-        if lost := [model for model, state in self._states.items() if _has_lost_its_load(model, state, now)]:
-            # Triton never gives the model up: what else runs there moves to other servers or is told of the end.
+        if lost := self._look_at_loads(now):
+            # Triton never gives the model up: what else runs there moves to other servers or ends with an error.
             self._console.event("load_lost", "error", models=",".join(lost), reason="a stub died, Triton waits")
             self._server.kill()
             return
         if now >= self._next_index:
             self._next_index = now + _INDEX_INTERVAL_S
             self._look_at_index(now)
+
+    def _look_at_loads(self, now: float) -> list[str]:
+        """End the stubs that Triton has given up; return the models whose loads will never end."""
+        lost = []
+        for model, state in self._states.items():
+            if (loading := state.loading) is None:
+                continue
+            if loading.end_given_up([model], now):
+                self._console.event("load_given_up", "warning", model=model, reason=GIVEN_UP)
+            if loading.is_one_lost([model], now):
+                lost.append(model)
+        return lost
 
     def _cause(self, state: StubState) -> str:
         """Why a model needs new stubs; empty when it does not."""
@@ -182,12 +194,11 @@ class StubWatchdog:
     def _heal_later(self, model: str, state: StubState, cause: str) -> None:
         owners = {name: owner for owner, other in self._states.items() for name in other.names}
         state.loading = LoadingStubs(self._server.pid, owners, self._server.run_folder.shm_prefix)
-        state.is_healing = True
         self._console.event("healing", "warning", model=model, cause=cause, pid=_shown(state))
         try:
             threading.Thread(target=self._heal, args=(model, state), name=f"heal-{model}", daemon=True).start()
         except RuntimeError:  # the system has no thread left: the next look tries again
-            state.is_healing = False
+            state.loading = None
             raise
 
     def _heal(self, model: str, state: StubState) -> None:
@@ -206,7 +217,7 @@ class StubWatchdog:
             if not self._is_stopping and self._server.is_running:
                 self._console.event("heal_failed", "error", model=model, error=error, retry_in_s=delay)
         finally:
-            state.is_healing = False
+            state.loading = None
 
     def _reload(self, model: str) -> None:
         try:
@@ -239,10 +250,6 @@ def _take(state: StubState, found: Mapping[str, list[int]], former: tuple[int, .
         if pid is not None and starts[pid] is not None:
             state.pids[name], state.starts[pid] = pid, starts[pid]
     state.was_alive = len(state.pids) == len(state.names)
-
-
-def _has_lost_its_load(model: str, state: StubState, now: float) -> bool:
-    return state.is_healing and state.loading is not None and state.loading.is_one_lost([model], now)
 
 
 def _shown(state: StubState) -> str:

@@ -19,7 +19,7 @@ import pytest
 from bireme.config import CHECKOUT
 from bireme.discovery.pulse import pulse_path
 from bireme.launch import free_port, processes
-from bireme.launch.loading_stubs import LoadingStubs
+from bireme.launch.loading import LoadingStubs
 from bireme.launch.run_folder import SHM, default_base
 from tests.launch import galley
 
