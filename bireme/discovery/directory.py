@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,20 +59,23 @@ class DirectoryStore:
     def read(self) -> dict[str, WorkerRecord]:
         try:
             check_private(self._folder, FOLDER_REMEDY)
-            names = [entry.name for entry in os.scandir(self._folder) if entry.name.endswith(_SUFFIX)]
+            files = fnmatch.filter(os.listdir(self._folder), f"[!.]*{_SUFFIX}")
         except (OSError, ConfigError) as error:
             raise StoreError(f"discovery.folder: {self._folder} can't be read: {error}") from error
-        ids = [name.removesuffix(_SUFFIX) for name in names if not name.startswith(".")]
-        seen = {name: sighting for name in ids if (sighting := self._look(name)) is not None}
-        self._sightings = seen
-        if (lost := [one for one in seen.values() if one.problem and one.record]) and all(map(_is_lost, seen.values())):
-            raise StoreError(f"discovery.folder: no record in {self._folder} can be read any more: {lost[0].problem}")
+        ids = [file.removesuffix(_SUFFIX) for file in files]
+        seen = self._sightings = {name: sighting for name in ids if (sighting := self._look(name)) is not None}
+        problems = [sighting.problem for sighting in seen.values() if sighting.problem and sighting.record]
+        if problems and all(map(_is_lost, seen.values())):
+            raise StoreError(f"discovery.folder: no record in {self._folder} can be read any more: {problems[0]}")
+        return self._alive(seen)
+
+    def _alive(self, seen: Mapping[str, _Sighting]) -> dict[str, WorkerRecord]:
+        """Return whose leases last, less `refused`; remove the files that nobody has touched for long."""
         now, found, refused = self._clock(), {}, {}
         for name, sighting in seen.items():
             silent_s = now - sighting.changed_at
             if silent_s > _REMOVED_AFTER * self._lease_s:
-                with contextlib.suppress(OSError):  # the next reader may be allowed to
-                    self._path(name).unlink(missing_ok=True)
+                self._remove(name)
             elif silent_s <= self._lease_s and sighting.record is not None:
                 if sighting.doubt:
                     refused[name] = sighting.record, sighting.doubt
@@ -79,6 +83,10 @@ class DirectoryStore:
                     found[name] = sighting.record
         self.refused = refused
         return found
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # the next reader may be allowed to
+            self._path(name).unlink(missing_ok=True)
 
     def wait(self, timeout_s: float) -> None:
         self._closing.wait(min(timeout_s, LOOK_S))
@@ -102,8 +110,7 @@ class DirectoryStore:
         for name, record in self._held.items():
             now = self._look(name)
             if now is not None and now.record is not None and now.record.launch == record.launch:
-                with contextlib.suppress(OSError):
-                    self._path(name).unlink(missing_ok=True)
+                self._remove(name)
         self._held.clear()
 
     def close(self) -> None:
@@ -137,13 +144,19 @@ class DirectoryStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if error.errno in _OWN_TROUBLE:
-                raise StoreError(f"discovery.folder: {self._path(name)} can't be read: {error}") from error
-            unseen = before or _Sighting((0, 0, 0), self._clock(), None)
-            if unseen.problem != (problem := error.strerror or str(error)):
-                logger.warning("record_unreadable path=%s error=%s", self._path(name), problem)
-            unseen.problem = problem
-            return unseen
+            return self._unread(name, before, error)
+        return self._judged(name, before, stamp, content)
+
+    def _unread(self, name: str, before: _Sighting | None, error: OSError) -> _Sighting:
+        if error.errno in _OWN_TROUBLE:
+            raise StoreError(f"discovery.folder: {self._path(name)} can't be read: {error}") from error
+        sighting = before or _Sighting((0, 0, 0), self._clock(), None)
+        if sighting.problem != (problem := error.strerror or str(error)):
+            logger.warning("record_unreadable path=%s error=%s", self._path(name), problem)
+        sighting.problem = problem
+        return sighting
+
+    def _judged(self, name: str, before: _Sighting | None, stamp: _Stamp, content: bytes) -> _Sighting:
         try:
             record, doubt = open_record(content, self._key)
         except ValueError as error:

@@ -194,8 +194,7 @@ def admit(
     blocks = {record.stage: record.tokens_per_block for record in known if record.tokens_per_block}
     admitted: dict[str, WorkerRecord] = {}
     refused: dict[str, str] = {}
-    for name in sorted(records):
-        record = records[name]
+    for name, record in sorted(records.items()):
         if not _may_concern(record, recipe):
             continue
         if record.server == server:
@@ -204,17 +203,24 @@ def admit(
             continue
         keys = keys or [record.key_id]
         block = blocks.setdefault(record.stage, record.tokens_per_block)
-        if name != worker_id(record.worker, record.server):
-            refused[name] = f"its record is that of {record.id}"
-        elif record.model != model:
-            refused[name] = f"it serves {record.model} as {recipe.served_name}, this recipe {model}"
-        elif record.key_id != keys[0]:
-            refused[name] = "it has another deployment key; give all servers one BIREME_KEY"
-        elif record.tokens_per_block != block:
-            refused[name] = f"tokens_per_block: {record.tokens_per_block}; {record.stage} workers here have {block}"
+        if reason := _mismatch(name, record, model, keys[0], block):
+            refused[name] = reason
         else:
             admitted[name] = record
     return admitted, refused
+
+
+def _mismatch(name: str, record: WorkerRecord, model: str, key_id: str, tokens_per_block: int) -> str:
+    """Return why a worker of the recipe's name can't serve it; empty where it can."""
+    if name != record.id:
+        return f"its record is that of {record.id}"
+    if record.model != model:
+        return f"it serves {record.model} as {record.served_model_name}, this recipe {model}"
+    if record.key_id != key_id:
+        return "it has another deployment key; give all servers one BIREME_KEY"
+    if record.tokens_per_block != tokens_per_block:
+        return f"tokens_per_block: {record.tokens_per_block}; {record.stage} workers here have {tokens_per_block}"
+    return ""
 
 
 def _may_concern(record: WorkerRecord, recipe: Recipe, but_server: str = "") -> bool:
