@@ -457,21 +457,25 @@ class Session:
             latest = [number for number in latest if number not in self._canaries]
         if not latest:
             return
-        num_new = 0
-        if latest != self._latest:  # as a rule the same streams again
-            heard = set(latest)
-            for number in heard ^ self._latest_set:
-                is_new = number in heard
-                num_new += is_new
-                if (request := self._requests.get(number)) is not None:
-                    if is_new and request.heard_at:
-                        self._observe_gap(now - request.heard_at)
-                    request.heard_at = now if is_new else before
-            self._latest, self._latest_set = latest, heard
-        num_same = len(self._latest_set) - num_new
+        num_same = len(self._latest_set) if latest == self._latest else self._note_change(latest)
         self._tokens_at = now
         if num_same:
             self._observe_gap(now - before, num_same)
+
+    def _note_change(self, latest: list[int]) -> int:
+        """Note which streams have joined and left a delivery; return how many are in it again."""
+        now, before = set(latest), self._latest_set
+        for number in now ^ before:
+            if (request := self._requests.get(number)) is None:
+                continue
+            if number in before:
+                request.heard_at = self._tokens_at
+                continue
+            if request.heard_at:
+                self._observe_gap(self._heard_at - request.heard_at)
+            request.heard_at = self._heard_at
+        self._latest, self._latest_set = latest, now
+        return len(now & before)
 
     def _observe_gap(self, seconds: float, num_streams: int = 1) -> None:
         if self._bus.metrics is not None:
