@@ -34,7 +34,7 @@ class CanarySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAIWay:
+class OpenAITarget:
     """How canaries reach the frontend."""
 
     address: str
@@ -43,7 +43,7 @@ class OpenAIWay:
 
 
 @dataclass(slots=True)
-class WayHealth:
+class PathHealth:
     """Of a worker, a pipeline or the frontend."""
 
     result: CanaryResult | None = None  # None: none yet
@@ -51,11 +51,29 @@ class WayHealth:
     due_at: float = 0.0
     silences: int = 0  # in a row
     successes: int = 0
-    told: str = ""  # the error that was logged
+    logged: str = ""  # the error that was logged
+
+    @property
+    def is_ok(self) -> bool:
+        return self.result is not None and self.result.is_ok
 
     @property
     def problem(self) -> str:
         return f"canary failed: {self.result.error}" if self.result and not self.result.is_ok else ""
+
+    def take(self, result: CanaryResult) -> str:
+        """Note a result; return the event that is to be logged of it, "" for none."""
+        logged = self.logged
+        if result.is_refused:  # whoever refuses, works
+            self.result, self.silences = CanaryResult(), 0
+            self.logged = "busy" if result.is_busy else result.error  # its text says each time when to try again
+            return "canary_refused" if self.logged != logged else ""
+        self.result, self.logged = result, result.error
+        self.successes += result.is_ok
+        self.silences = self.silences + 1 if result.is_silent else 0
+        if result.is_ok:
+            return "canary_succeeds_again" if logged else ""
+        return "canary_failed" if result.error != logged else ""
 
 
 class Canaries:
@@ -66,7 +84,7 @@ class Canaries:
         http: str,
         recipe: Recipe,
         models: tuple[str, ...],
-        openai: OpenAIWay | None,
+        openai: OpenAITarget | None,
         settings: CanarySettings,
         console: Console,
         *,
@@ -83,40 +101,41 @@ class Canaries:
         self._series, self._is_down, self._on_hung, self._key = series, is_down, on_hung, key
         self._has_pictures = picture_model_of(recipe) is not None
         self._is_text = "decode" in recipe.workers
-        probes: dict[str, Probe] = {name: probe for name, probe in self._probes().items() if name in (*models, OPENAI)}
-        self._paths = probes
-        self._embedders = recipe.replicas("embedding")
-        workers = (*recipe.replicas("prefill"), *recipe.replicas("decode"), *self._embedders)
-        self._ways = {name: WayHealth() for name in (*workers, *probes)}
-        self._prompt: CanaryPrompt | None = None
+        self._paths = {name: probe for name, probe in self._probes().items() if name in (*models, OPENAI)}
+        embedders = recipe.replicas("embedding")
+        self._embedder_probes: dict[str, Probe] = {
+            name: functools.partial(self._probe_embedder, name) for name in embedders
+        }
+        workers = (*recipe.replicas("prefill"), *recipe.replicas("decode"), *embedders)
+        self._health = {name: PathHealth() for name in (*workers, *self._paths)}
+        self._stubs = {name: recipe.instances(name) for name in self._health} | {"video": ("video_diffusion",)}
+        self._prompt = None if self._is_text else CanaryPrompt("", (), key)
         self._num_rounds = 0
         self.is_stopping = False
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(self._paths)
+    def problems(self) -> dict[str, str]:
+        """Return path -> its problem."""
+        return {name: self.problem(name) for name in self._paths}
 
     def problem(self, name: str) -> str:
         """Why the last canary failed there; empty before the first, and after a good one."""
-        way = self._ways.get(name)
-        return way.problem if way else ""
+        health = self._health.get(name)
+        return health.problem if health else ""
 
     def successes(self, name: str) -> int:
-        return self._ways[name].successes
+        return self._health[name].successes
 
     def turn(self) -> float:
-        if self._is_text and self._prompt is None and not self._make_prompt():
+        if (prompt := self._prompt or self._make_prompt()) is None:
             return _AGAIN_S
-        prompt = self._prompt or CanaryPrompt("", (), self._key)
         for prefill, decode in self._pairs():
             self._probe_workers(prefill, decode, prompt)
-        embedders = {name: functools.partial(self._probe_embedder, name) for name in self._embedders}
-        for name, probe in (embedders | self._paths).items():
+        for name, probe in (self._embedder_probes | self._paths).items():
             if not self._is_down(name):
                 self._probe_path(name, probe, prompt)
         self._num_rounds += 1
         interval_s = self._settings.interval_s
-        return min(interval_s, _AGAIN_S) if any(way.problem for way in self._ways.values()) else interval_s
+        return min(interval_s, _AGAIN_S) if any(health.problem for health in self._health.values()) else interval_s
 
     def _probes(self) -> dict[str, Probe]:
         http, timeout_s = self._http, self._settings.timeout_s
@@ -126,23 +145,23 @@ class Canaries:
             "chat": lambda prompt: canary.probe_chat(http, "chat", prompt, self._has_pictures, timeout_s),
             "video": lambda prompt: canary.probe_video(http, "video", timeout_s),
         }
-        if (way := self._openai) is not None:
-            found[OPENAI] = lambda prompt: self._probe_openai(way, prompt)
+        if (target := self._openai) is not None:
+            found[OPENAI] = lambda prompt: self._probe_openai(target, prompt)
         return found
 
-    def _probe_openai(self, way: OpenAIWay, prompt: CanaryPrompt) -> CanaryResult:
+    def _probe_openai(self, target: OpenAITarget, prompt: CanaryPrompt) -> CanaryResult:
         model, timeout_s = self._recipe.served_name, self._settings.timeout_s
         if self._is_text:
-            return canary.probe_openai(way.address, model, way.key, prompt, timeout_s, way.has_tls)
-        if self._embedders:
-            return canary.probe_openai_embedding(way.address, model, way.key, prompt, timeout_s, way.has_tls)
-        return canary.probe_ready(way.address, timeout_s, way.has_tls)
+            return canary.probe_openai(target.address, model, target.key, prompt, timeout_s, target.has_tls)
+        if self._embedder_probes:
+            return canary.probe_openai_embedding(target.address, model, target.key, prompt, timeout_s, target.has_tls)
+        return canary.probe_ready(target.address, timeout_s, target.has_tls)
 
     def _probe_embedder(self, name: str, prompt: CanaryPrompt) -> CanaryResult:
         return canary.probe_embedding(self._http, name, prompt, self._settings.timeout_s)
 
-    def _make_prompt(self) -> bool:
-        """Have the tokenizer make the prompt: a block of KV and a token more. Return whether it could."""
+    def _make_prompt(self) -> CanaryPrompt | None:
+        """Have the tokenizer make the prompt: a block of KV and a token more; None: it can't now."""
         config = self._recipe.workers["decode"].engine_config.kv_cache_config
         try:
             self._prompt = canary.make_prompt(
@@ -150,7 +169,7 @@ class Canaries:
             )
         except BiremeError as error:
             self._console.event("canary_prompt_failed", "warning", error=error)
-        return self._prompt is not None
+        return self._prompt
 
     def _pairs(self) -> list[tuple[str, str]]:
         """Return this round's (prefill, decode) pairs: each worker at least once, other pairings in the next round."""
@@ -164,15 +183,13 @@ class Canaries:
         return [(prefills[(at + shift) % len(prefills)], decode) for at, decode in enumerate(decodes)]
 
     def _probe_workers(self, prefill: str, decode: str, prompt: CanaryPrompt) -> None:
-        way = self._ways[decode]
-        series = self._series().get(decode)
         if self.is_stopping:
             return
-        partners_work = all(self._ways[name].result and not self.problem(name) for name in (prefill, decode) if name)
-        if partners_work and _does_work(series, way.series, bool(prefill)):
-            way.series = series
+        health, series = self._health[decode], self._series().get(decode)
+        last, health.series = health.series, series
+        are_ok = all(self._health[name].is_ok for name in (prefill, decode) if name)
+        if are_ok and _does_work(series, last, bool(prefill)):
             return
-        way.series = series
         timeout_s = self._settings.timeout_s
         if not prefill:
             self._take(decode, canary.probe_decode(self._http, decode, prompt, timeout_s))
@@ -183,51 +200,41 @@ class Canaries:
             self._take(decode, found.decode)
 
     def _probe_path(self, name: str, probe: Probe, prompt: CanaryPrompt) -> None:
-        way, now = self._ways[name], time.monotonic()
-        series = total(self._series(), ("video_diffusion",) if name == "video" else self._recipe.instances(name))
-        if self.is_stopping or now < way.due_at:
+        health, is_video = self._health[name], name == "video"
+        series = total(self._series(), self._stubs[name])
+        if self.is_stopping or time.monotonic() < health.due_at:
             return
-        if name == "video" and series is not None and series.queued:
+        if is_video and series is not None and series.queued:
             return  # one video at a time: it would wait for minutes
-        if way.result is not None and way.result.is_ok and _has_served(series, way.series, name):
-            way.series = series
+        last, health.series = health.series, series
+        if health.is_ok and _has_served(series, last, is_video):
             return
-        way.series = series
         self._take(name, probe(prompt))
-        if name == "video" and not way.problem:
-            way.due_at = time.monotonic() + max(_VIDEO_INTERVAL_S, self._settings.interval_s)
+        if is_video and not health.problem:
+            health.due_at = time.monotonic() + max(_VIDEO_INTERVAL_S, self._settings.interval_s)
 
     def _take(self, name: str, result: CanaryResult) -> None:
-        way = self._ways[name]
         if self.is_stopping or result.is_unreachable or self._is_down(name):
             return  # the end of a process says nothing of the path
         if result.is_silent and self._is_anybody_busy():
             return  # it queues behind others' work
-        if result.is_refused:
-            told = "busy" if result.is_busy else result.error  # whose text says each time when to try again
-            if way.told != told:
-                self._console.event("canary_refused", "warning", way=name, error=result.error)
-            way.result, way.told, way.silences = CanaryResult(), told, 0
-            return
-        way.result = result
-        way.successes += result.is_ok
-        way.silences = way.silences + 1 if result.is_silent else 0
-        if result.error and result.error != way.told:
-            self._console.event("canary_failed", "warning", way=name, error=result.error)
-        elif way.told and result.is_ok:
-            self._console.event("canary_succeeds_again", way=name)
-        way.told = result.error
-        if way.silences >= _MAX_SILENCES:
-            way.silences = 0
+        health = self._health[name]
+        if event := health.take(result):
+            if result.error:
+                self._console.event(event, "warning", way=name, error=result.error)
+            else:
+                self._console.event(event, way=name)
+        if health.silences >= _MAX_SILENCES:
+            health.silences = 0
             self._on_hung(name, f"{_MAX_SILENCES} canaries without an answer")
 
     def _is_anybody_busy(self) -> bool:
         """Whether a worker makes steps for requests that it has."""
         now = self._series()
         return any(
-            series.queued and (old := self._ways[name].series) is not None and series.steps != old.steps
+            series.queued and (old := self._health[name].series) is not None and series.steps != old.steps
             for name, series in now.items()
-            if name in self._ways
+            if name in self._health
         )
 
 
@@ -238,6 +245,6 @@ def _does_work(series: WorkerSeries | None, last: WorkerSeries | None, has_prefi
     return not has_prefill or series.imported > last.imported
 
 
-def _has_served(series: WorkerSeries | None, last: WorkerSeries | None, name: str) -> bool:
+def _has_served(series: WorkerSeries | None, last: WorkerSeries | None, is_video: bool) -> bool:
     """Whether a client's request has ended well since; videos' canaries are counted as requests."""
-    return series is not None and last is not None and series.served - last.served > (name == "video")
+    return series is not None and last is not None and series.served - last.served > is_video

@@ -22,7 +22,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0  # after a turn that failed; double
 Turn = Callable[[], float | None]
 
 
-class EventLog(Protocol):
+class ThreadLog(Protocol):
     """What threads log to: a launch's Console."""
 
     def event(self, name: str, level: Literal["info", "error"] = "info", **fields: object) -> None: ...
@@ -34,7 +34,7 @@ class GuardedThread:
     A turn that waits does so on `stopping`, or for no longer than `stop` may take.
     """
 
-    def __init__(self, name: str, turn: Turn, log: EventLog, interval_s: float = 0.0) -> None:
+    def __init__(self, name: str, turn: Turn, log: ThreadLog, interval_s: float = 0.0) -> None:
         self.name = name
         self.stopping = threading.Event()
         self._turn = turn
@@ -104,7 +104,7 @@ class GuardedThread:
 class GuardedThreads:
     """All threads of a launch, so that one place checks them."""
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(self, log: ThreadLog) -> None:
         self._log = log
         self._threads: list[GuardedThread] = []
 

@@ -20,7 +20,7 @@ from bireme.config import WORKER_STAGES, Recipe, stage_of
 from bireme.discovery import run_folder
 from bireme.errors import BiremeError
 from bireme.launch import processes
-from bireme.launch.canaries import OPENAI, Canaries, CanarySettings, OpenAIWay
+from bireme.launch.canaries import OPENAI, Canaries, CanarySettings, OpenAITarget
 from bireme.launch.console import Console
 from bireme.launch.doors import INTERVAL_S, Door, ask_grpc, ask_http, get
 from bireme.launch.frontend import FrontendProcess
@@ -90,10 +90,10 @@ class HealthMonitor:
         self._doors = self._make_doors()
         self._watch = ProcessWatch(self._find, self._end, server.run_folder.shm_prefix, self._stall_s)
         self._watch.take_sign(_SERVER, lambda: sum(door.answers for door in self._doors))
-        way = OpenAIWay(frontend.address, frontend.key, frontend.has_tls) if frontend else None
+        target = OpenAITarget(frontend.address, frontend.key, frontend.has_tls) if frontend else None
         self._canary_interval_s = canaries.interval_s
         self._canaries = Canaries(
-            server.http, recipe, models, way, canaries, console,
+            server.http, recipe, models, target, canaries, console,
             series=lambda: self._series, is_down=self._is_down, on_hung=self._watchdog.kill_all,
             key=key,
         )  # fmt: skip
@@ -136,12 +136,14 @@ class HealthMonitor:
         problems = {name: self._worker_problem(name, wrong) for name in self._workers}
         models = {name: self._model_problem(name, wrong) for name in self._models}
         doors = {door.name: door.problem for door in self._doors}
-        paths = {name: self._canaries.problem(name) for name in self._canaries.paths}
+        paths = self._canaries.problems()
         members = self._frontend.problems() if self._frontend else {}
         if self._frontend:
             doors[OPENAI] = self._frontend.problem
+        others = [problem for name, problem in models.items() if name not in problems]
+        is_broken = any((wrong.get(_SERVER), *doors.values(), *paths.values(), *others))
         return {
-            "status": self._status(problems, models, doors, paths, wrong.get(_SERVER, ""), bool(members)),
+            "status": "not_ready" if is_broken else self._status(problems, bool(members)),
             "doors": _states(doors),
             "workers": {name: self._worker_report(name, problem) for name, problem in problems.items()},
             "models": _states(models),
@@ -196,21 +198,13 @@ class HealthMonitor:
             return True
         return name in self._workers and self._workers[name].engine_up is False
 
-    def _status(
-        self,
-        problems: Mapping[str, str],
-        models: Mapping[str, str],
-        doors: Mapping[str, str],
-        paths: Mapping[str, str],
-        server: str,
-        has_lost_members: bool,
-    ) -> str:
-        others = [problem for name, problem in models.items() if name not in problems]
-        if server or not self._server.is_running or any((*doors.values(), *paths.values(), *others)):
+    def _status(self, problems: Mapping[str, str], has_lost_members: bool) -> str:
+        """Return the status while server, doors, paths and pipelines are well. `problems`: the workers'."""
+        if not self._server.is_running:
             return "not_ready"
         for stage in self._recipe.workers:
             own = self._recipe.replicas(stage)  # none: other servers have this stage
-            if own and self._is_essential(stage) and all(problems[name] for name in own):
+            if own and self._is_essential(stage) and all(map(problems.get, own)):
                 return "not_ready"
         is_unheard = any(worker.publishes is False for worker in self._workers.values())
         return "degraded" if has_lost_members or is_unheard or any(problems.values()) else "ready"
@@ -241,19 +235,16 @@ class HealthMonitor:
         """Return name -> pid: the server, each stub, and what stubs have started."""
         if not self._server.is_running:
             return {}
-        found = {_SERVER: self._server.pid, **self._watchdog.stubs()}
-        brokers = {name: processes.broker(self._server.run_folder.path, name) for name in self._shared}
-        found |= {name + _BROKER: pid for name, pid in brokers.items() if pid is not None}
-        for owner in list(found):
+        folder = self._server.run_folder.path
+        brokers = {name: pid for name in self._shared if (pid := processes.broker(folder, name)) is not None}
+        owners = self._watchdog.stubs() | {name + _BROKER: pid for name, pid in brokers.items()}
+        found = {_SERVER: self._server.pid, **owners}
+        for owner, pid in owners.items():
             name = owner.removesuffix(_BROKER)
-            engine = None
-            for pid in processes.children(found[owner]) if owner != _SERVER else ():
-                is_engine = stage_of(name) in WORKER_STAGES and processes.is_engine(pid)
-                engine = pid if is_engine else engine
-                if pid not in brokers.values():
-                    found[name + _ENGINE if is_engine else f"{name}/{pid}"] = pid
+            children = set(processes.children(pid)).difference(brokers.values())
+            found |= (started := {_child_name(name, child): child for child in children})
             if name in self._workers and (owner != name) == (name in self._shared):
-                self._workers[name].take_engine(engine)
+                self._workers[name].take_engine(started.get(name + _ENGINE))
         return found
 
     def _end(self, name: str, pid: int, cause: str) -> None:
@@ -269,3 +260,8 @@ class HealthMonitor:
 
 def _states(problems: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     return {name: {"ready": not problem, "reason": problem} for name, problem in problems.items()}
+
+
+def _child_name(owner: str, pid: int) -> str:
+    is_engine = stage_of(owner) in WORKER_STAGES and processes.is_engine(pid)
+    return owner + _ENGINE if is_engine else f"{owner}/{pid}"

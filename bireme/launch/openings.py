@@ -26,8 +26,11 @@ def check_openings(hosts: Hosts, recipe: Recipe, *, has_keys: bool, advertise: s
             " without one: leave --triton-host and --grpc-host out, give gRPC certificates (grpc_tls in the recipe),"
             " or say --triton-without-keys"
         )
-    if not recipe.discovery.is_shared:
-        return
+    if recipe.discovery.is_shared:
+        _check_discovery(hosts, recipe, has_tls=has_tls, advertise=advertise)
+
+
+def _check_discovery(hosts: Hosts, recipe: Recipe, *, has_tls: bool, advertise: str) -> None:
     if is_every_address(hosts.grpc) and not has_tls:
         raise ConfigError(
             f"--grpc-host {hosts.grpc}: with discovery, who reaches gRPC uses every worker; name the network of the"

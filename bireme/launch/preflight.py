@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -283,15 +285,15 @@ def check_ports(listeners: Mapping[str, Listener]) -> list[str]:
     for host_option, host, _ in listeners.values():
         if host not in wrong:
             wrong[host] = check_host(host_option, host)
-    problems = [problem for found in wrong.values() for problem in found]
+    problems = [*itertools.chain(*wrong.values())]
     for option, (_, host, port) in listeners.items():
         if not 0 < port < 65536:
             problems.append(f"{option} {port} is not a port (1 to 65535)")
         elif not wrong[host]:
             problems += _check_port(option, port, host)
-    ports = [listener.port for listener in listeners.values()]
-    repeated = sorted({port for port in ports if ports.count(port) > 1})
-    return problems + [f"port {port} is given to more than one of {', '.join(listeners)}" for port in repeated]
+    uses = sorted(Counter(listener.port for listener in listeners.values()).items())
+    names = ", ".join(listeners)
+    return problems + [f"port {port} is given to more than one of {names}" for port, count in uses if count > 1]
 
 
 def check_host(option: str, host: str) -> list[str]:

@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 _SAMPLE = re.compile(r"^(bireme_\w+)(?:\{([^}]*)\})? (\S+)")
-_GOOD_OUTCOMES = ("stop", "length", "tool_calls")
+_FIELDS: Mapping[
+    str, tuple[str, str, Sequence[str]]
+] = {  # series -> its field below, the label that decides, its values
+    "bireme_engine_up": ("engine_up", "", ()),
+    "bireme_kv_publisher_up": ("publishes", "", ()),
+    "bireme_engine_step_seconds_count": ("steps", "", ()),
+    "bireme_requests_running": ("queued", "", ()),
+    "bireme_requests_waiting": ("queued", "", ()),
+    "bireme_streams": ("streams", "", ()),
+    "bireme_requests_total": ("served", "outcome", ("stop", "length", "tool_calls")),
+    "bireme_kv_transfer_bytes_total": ("imported", "direction", ("import",)),
+}
+_FLAGS = ("engine_up", "publishes")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -48,21 +60,11 @@ def total(series: Mapping[str, WorkerSeries], names: Sequence[str]) -> WorkerSer
 
 
 def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], value: float) -> None:
-    worker = labels.get("worker")
-    if worker is None:
+    if "worker" not in labels:
         return
-    series = workers.setdefault(worker, WorkerSeries())
-    if name == "bireme_engine_up":
-        series.engine_up = value >= 1
-    elif name == "bireme_kv_publisher_up":
-        series.publishes = value >= 1
-    elif name == "bireme_engine_step_seconds_count":
-        series.steps = value
-    elif name in ("bireme_requests_running", "bireme_requests_waiting"):
-        series.queued += value
-    elif name == "bireme_streams":
-        series.streams = value
-    elif name == "bireme_requests_total" and labels.get("outcome") in _GOOD_OUTCOMES:
-        series.served += value
-    elif name == "bireme_kv_transfer_bytes_total" and labels.get("direction") == "import":
-        series.imported += value
+    series = workers.setdefault(labels["worker"], WorkerSeries())
+    field, label, counted = _FIELDS.get(name, ("", "", ()))
+    if field in _FLAGS:
+        setattr(series, field, value >= 1)
+    elif field and (not label or labels.get(label) in counted):
+        setattr(series, field, (getattr(series, field) or 0.0) + value)

@@ -13,7 +13,7 @@ from bireme.canary_mark import is_canary
 from bireme.config import Recipe, WorkerEntry
 from bireme.errors import BiremeError, from_message
 from bireme.launch import canary
-from bireme.launch.canaries import OPENAI, Canaries, CanarySettings, OpenAIWay
+from bireme.launch.canaries import OPENAI, Canaries, CanarySettings, OpenAITarget
 from bireme.launch.canary import CanaryPrompt
 from bireme.launch.console import Console
 from bireme.launch.series import WorkerSeries
@@ -162,7 +162,7 @@ def test_the_frontend_s_word_for_busy_is_no_failure_of_its_way(server, refusal):
     address, deployment = server
     error = reply_of(from_message(refusal))
     deployment.answers["/v1/completions"] = {"status": error.status, **json.loads(error.body)}
-    canaries = make_canaries(address, openai=OpenAIWay(address, "key"), decode=1)
+    canaries = make_canaries(address, openai=OpenAITarget(address, "key"), decode=1)
     canaries.turn()
     assert deployment.calls[-1][0] == "/v1/completions" and canaries.problem(OPENAI) == ""
 
