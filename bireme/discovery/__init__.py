@@ -1,1 +1,1 @@
-"""How the workers of one deployment find each other, and the key that they share."""
+"""How the workers of a deployment find each other, and their key."""

@@ -1,8 +1,7 @@
-"""Workers' records as files of a folder that all servers share, on one host or a file system in the network.
+"""Workers' records as files of a folder that all servers share, on one host or in the network.
 
-One JSON file a worker, replaced when the record changes and touched as its heartbeat. A reader notes when it last saw
-each file change, by its own clock, so clocks of hosts need not agree; it takes a file that it has never seen for alive
-until a lease has passed. What nobody has touched for ten leases is removed by whoever sees that first.
+One JSON file a worker, touched as its heartbeat. A reader notes by its own clock when each file changed, so hosts'
+clocks need not agree; one that it sees for the first time counts as changed now.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _Stamp = tuple[int, int, int]  # inode, modification time (ns), bytes
 
 @dataclass(slots=True)
 class _Sighting:
-    """A file as it was when it was last seen to change."""
+    """A file as of its last change."""
 
     stamp: _Stamp
     changed_at: float
@@ -49,7 +48,7 @@ class DirectoryStore:
     """RecordStore."""
 
     def __init__(self, config: DiscoveryConfig, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        """`key`: of the deployment."""
+        """`key`: the deployment's."""
         self._folder, self._lease_s, self._key, self._clock = Path(config.folder), config.lease_s, key, clock
         self.refused: dict[str, Refused] = {}
         self._sightings: dict[str, _Sighting] = {}  # by id
@@ -70,7 +69,7 @@ class DirectoryStore:
         return self._alive(seen)
 
     def _alive(self, seen: Mapping[str, _Sighting]) -> dict[str, WorkerRecord]:
-        """Return whose leases last, less `refused`; remove the files that nobody has touched for long."""
+        """Return whose leases last, less `refused`; remove what is long dead."""
         now, found, refused = self._clock(), {}, {}
         for name, sighting in seen.items():
             silent_s = now - sighting.changed_at
@@ -117,7 +116,7 @@ class DirectoryStore:
         self._closing.set()
 
     def _refuse_rival(self, record: WorkerRecord) -> None:
-        """Raise NameTakenError while the file is another launch's and that one may be alive."""
+        """Raise NameTakenError while the file is another launch's and may be alive."""
         now = self._look(record.id)
         if now is None or now.record is None or now.doubt or now.record.launch == record.launch:
             return
@@ -127,10 +126,7 @@ class DirectoryStore:
             raise taken(record, now.record)
 
     def _look(self, name: str) -> _Sighting | None:
-        """Return what is seen of a file now; None when it is gone. Raises StoreError.
-
-        One that can't be read is told once; what was read of it before lasts as long as its lease.
-        """
+        """Return what a file is now; None: gone. Raises StoreError."""
         before = self._sightings.get(name)
         try:
             # Opening asks a network file system for the present state.

@@ -1,8 +1,7 @@
 """Workers' records in etcd: a key a worker under a lease, followed by a watch.
 
-Over etcd's HTTP gateway (etcd3gw), so that a stub needs no second set of generated gRPC messages. A watch only says
-that something has changed: the whole prefix is read again then, and every few seconds anyway, so a broken watch costs
-time and never a change. Of several endpoints one is used until it fails.
+Over etcd's HTTP gateway (etcd3gw). A watch says only that something changed: the whole prefix is read then, and every
+few seconds anyway.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class EtcdStore:
     """RecordStore."""
 
     def __init__(self, config: DiscoveryConfig, key: bytes) -> None:
-        """`key`: of the deployment. Raises ConfigError."""
+        """`key`: the deployment's. Raises ConfigError."""
         try:
             import etcd3gw  # noqa: F401
         except ImportError:
@@ -61,7 +60,7 @@ class EtcdStore:
         return {name: record for name, (record, doubt) in opened.items() if not doubt}
 
     def wait(self, timeout_s: float) -> None:
-        """A watch that is silent for `timeout_s` is opened anew: etcd's own heartbeats are minutes apart."""
+        """A watch silent for `timeout_s` is opened anew: etcd's own heartbeats are minutes apart."""
         import requests
 
         if (response := self._watch) is None:  # it was closed meanwhile
@@ -130,7 +129,7 @@ class EtcdStore:
             watch.close()
 
     def _open(self, name: str, value: bytes) -> Refused | None:
-        """Return a record, and why it must not be trusted, if so; None: it is none. Either is told once."""
+        """Return a record, and why it must not be trusted, if so; None: it is none."""
         told = self._unread.get(name) == value
         try:
             record, doubt = open_record(value, self._key)
@@ -147,7 +146,7 @@ class EtcdStore:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[Any]:
-        """Yield the client; turn what goes wrong into a StoreError, and take the next endpoint then."""
+        """Yield the client. What goes wrong becomes a StoreError and changes the endpoint."""
         import requests
         from etcd3gw.exceptions import Etcd3Exception
 

@@ -1,7 +1,7 @@
-"""Follows a store on a thread of its own: the last view, what has changed, whether it is current.
+"""Follows a store on a thread: the last view, what has changed, whether it is current.
 
-While the store can't be reached the last view stands. When it can be reached again, workers that are not in it yet are
-kept for one more lease: a store that came back empty must not take a whole deployment down.
+The last view stands while the store can't be reached. After that, workers that it lacks are kept for one more lease: a
+store that came back empty must not end a deployment.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ logger = logging.getLogger("bireme.discovery")
 class Follower:
     """`start` once, `stop` once.
 
-    `on_change` is called on its thread, with the whole view, after each change; `on_stale` with whether the view may be
-    out of date, after each look.
+    On its thread: `on_change` with the whole view after each change, `on_stale` after each look.
     """
 
     def __init__(
@@ -50,13 +49,13 @@ class Follower:
 
     @property
     def problem(self) -> str:
-        """Why the view may be out of date, and since when; empty while it is current."""
+        """Why the view may be out of date, and for how long; empty: it is current."""
         if not self._problem or not self._failing_since:
             return self._problem
         return f"{self._problem} (for {time.monotonic() - self._failing_since:.0f} s)"
 
     def read_now(self) -> None:
-        """Read before `start`, on the caller's thread, for a store that does not block."""
+        """Read before `start`, on the caller's thread."""
         self._take(self._store.read())
 
     def start(self) -> None:

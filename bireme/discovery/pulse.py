@@ -1,10 +1,9 @@
-"""A sign of life: a counter that a process moves on while its event loop turns, and what it says, in a small file.
+"""A sign of life: a counter in a small file that a process moves on while its event loop turns.
 
     pulse = own_pulse()   # None outside of a launch
     pulse.beat()          # every BEAT_S, on that loop; `run` does
 
-The file lies in /dev/shm under the launch's prefix (BIREME_SHM_PREFIX) rather than in its run folder: rewriting it
-needs no space, and a reader that has it open keeps it after its removal.
+In /dev/shm under BIREME_SHM_PREFIX: rewriting needs no space there, and an open file outlives its removal.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NAME = re.compile(r"pulse_(\d+)$")
 
 
 class Pulse:
-    """The writer. One thread calls `beat`."""
+    """The writer; of one thread."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, and leaves no file then."""
@@ -39,7 +38,7 @@ class Pulse:
             raise
 
     def beat(self, num_requests: int = 0, is_worn: bool = False) -> None:
-        """`is_worn`: it still serves, with less than it began with; another process should take its place."""
+        """`is_worn`: another process should take this one's place."""
         self._count += 1
         os.pwrite(self._descriptor, _RECORD.pack(self._count, num_requests, is_worn), 0)
 
@@ -49,12 +48,12 @@ class Pulse:
             await asyncio.sleep(BEAT_S)
 
     def remove(self) -> None:
-        """Announce that there will be no further beats. The descriptor stays open for a late beat."""
+        """Say that no beats follow."""
         self._path.unlink(missing_ok=True)
 
 
 class PulseReader:
-    """Reads another process's pulse. One that nobody has any more is closed, too."""
+    """Of another process's pulse."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -62,7 +61,7 @@ class PulseReader:
 
     @classmethod
     def open(cls, prefix: str, pid: int) -> PulseReader | None:
-        """Return None for a process that has no pulse, or not yet."""
+        """Return None for a process without a pulse."""
         try:
             descriptor = os.open(pulse_path(prefix, pid), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -73,7 +72,7 @@ class PulseReader:
         return cls(descriptor)
 
     def count(self) -> int | None:
-        """Return the beats so far; None: the pulse was removed, and silence means nothing."""
+        """Return the beats so far; None: removed, and silence means nothing."""
         if not os.fstat(self._descriptor).st_nlink:
             return None
         return self._read()[0]
@@ -83,7 +82,6 @@ class PulseReader:
         return self._read()[1] == 0
 
     def is_worn(self) -> bool:
-        """Whether it asks to be replaced."""
         return bool(self._read()[2])
 
     def close(self) -> None:
@@ -99,10 +97,7 @@ def pulse_path(prefix: str, pid: int) -> Path:
 
 
 def has_writer(path: Path) -> bool:
-    """Return whether a file is the pulse of a process that lives: it has the file open, as none that got its pid has.
-
-    True where that can't be looked up now.
-    """
+    """Return whether a living process writes it; true where /proc doesn't say."""
     if (match := _NAME.search(path.name)) is None:
         return False
     folder = Path("/proc", match[1], "fd")
@@ -120,7 +115,7 @@ def has_writer(path: Path) -> bool:
 
 
 def own_pulse() -> Pulse | None:
-    """Return this process's pulse; None where no launch watches it, or /dev/shm takes no file."""
+    """Return this process's pulse; None: no launch watches it, or /dev/shm takes no file."""
     prefix = os.environ.get("BIREME_SHM_PREFIX")
     if not prefix:
         return None

@@ -1,8 +1,8 @@
-"""A worker's record and the names in it; in a shared store with the proof that this deployment wrote it, as JSON:
+"""A worker's record. In a shared store with the proof that this deployment wrote it, as JSON:
 
     {"mac":"<hex HMAC-SHA256 of the rest, by the deployment's key>", <the record's own fields>}
 
-The proof covers the bytes, so a reader needs to know none of the fields; one that is older than proofs passes it by.
+The proof covers the bytes, so its reader needs to know none of the fields.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ WorkerState = Literal["ready", "draining"]
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine process, as others find it. Written by the engine process, removed by its supervisor.
+    """An engine process, as others find it. It writes the record, its supervisor removes it.
 
-    A worker that is known from the recipe alone, because its engine has not written a record yet or runs out of reach
-    of this process, has a record with life 0 and no endpoints.
+    Life 0 and no endpoints: known from the recipe alone.
     """
 
     worker: str  # the Triton model's name
@@ -54,7 +53,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """What others call it."""
         return worker_id(self.worker, self.server)
 
     @property
@@ -67,29 +65,29 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def can_transfer(source: WorkerRecord, target: WorkerRecord) -> bool:
-    """Return whether KV can go from one worker's engine to the other's; true where a host is not known."""
+    """Return whether KV can go from one's engine to the other's; true where a host is unknown."""
     return source.moves_own_kv or not source.host or not target.host or source.host == target.host
 
 
 def key_id(key: bytes) -> str:
-    """Return a name of the deployment key, and of how it signs, that says nothing about it."""
+    """Return a name for the key and its use that tells nothing about it."""
     return hashlib.blake2b(b"bireme deployment 2", key=key, digest_size=8).hexdigest()
 
 
 def launch_id(folder: Path) -> str:
-    """Return the name of a launch, by its run folder; no other launch on any host has it."""
+    """Return the launch's name, unique among all hosts."""
     return f"{socket.gethostname()}:{folder.resolve()}"
 
 
 def host_id() -> str:
-    """Return a name for what shared memory reaches: equal in processes that see one /dev/shm and each other's pids."""
+    """Return a name for what shared memory reaches: one /dev/shm, one space of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     seen = f"{boot} {os.stat('/dev/shm').st_dev} {os.readlink('/proc/self/ns/pid')}"
     return hashlib.blake2b(seen.encode(), digest_size=8).hexdigest()
 
 
 def own_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Return host:port by which other servers reach this one's gRPC endpoint: BIREME_ADVERTISE, else BIREME_GRPC."""
+    """Return host:port by which other servers reach this one's gRPC: BIREME_ADVERTISE, else BIREME_GRPC."""
     return environment.get("BIREME_ADVERTISE") or environment.get("BIREME_GRPC") or ""
 
 
@@ -99,10 +97,7 @@ def seal_record(record: WorkerRecord, key: bytes) -> bytes:
 
 
 def open_record(blob: bytes, key: bytes) -> tuple[WorkerRecord, str]:
-    """Return the record, and why it must not be trusted: "" where it is proven.
-
-    Raises ValueError for what is no record.
-    """
+    """Return the record, and why not to trust it ("": proven). Raises ValueError."""
     try:
         record = msgspec.json.decode(blob, type=WorkerRecord)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -1,7 +1,6 @@
-"""Keeps an engine process's records in a shared store, on a thread of its own: its life is the lease.
+"""Keeps an engine process's records in a shared store, on a thread: its life is the lease.
 
-The engine never waits for the store. What can't be written now is tried again; an id that another launch has is told in
-the log, again and again, until it is free.
+The engine never waits for the store. What can't be written is tried again; so is an id that another launch has.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ class Registration:
         self._thread.start()
 
     def set(self, record: WorkerRecord) -> None:
-        """Keep this record from now on, in place of the one of the same id."""
+        """Hold this record from now on, in place of the one of its id."""
         with self._lock:
             self._records[record.id] = record
         self._wake.set()
 
     @property
     def problem(self) -> str:
-        """Why the last write failed; empty when it did not."""
+        """Why the last write failed; empty: it did not."""
         return self._told[0]
 
     def stop(self) -> None:
-        """Withdraw the records, if the store answers in time: else their leases end by themselves."""
+        """Withdraw the records if the store answers in time; else their leases end."""
         self._stopping.set()
         self._wake.set()
         self._thread.join(_STOP_S)

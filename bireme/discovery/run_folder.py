@@ -1,8 +1,7 @@
 """The run folder: what the processes of one launch on one host share.
 
-BIREME_RUN_DIR, which serve.py sets; otherwise $XDG_RUNTIME_DIR or /tmp, `bireme-<uid>/<pid of tritonserver>` (all stubs
-of a server have it as parent). Mode 0700. Holds the HMAC key, sockets, the records of workers (one JSON each) and marks
-of those that drain or sleep. Each file has one writer and is replaced atomically.
+BIREME_RUN_DIR, else `bireme-<uid>/<pid of tritonserver>` in $XDG_RUNTIME_DIR or /tmp. Mode 0700. Holds key, sockets,
+workers' records (JSON) and marks of those that drain or sleep. Each file has one writer, which replaces it atomically.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FREES_WEIGHTS = b"weights"  # in it: the memory service is to free them, too
 
 
 def locate() -> Path:
-    """Return the run folder, made if missing. Raises ConfigError when it belongs to another user."""
+    """Return it, made if missing. Raises ConfigError when it is another user's."""
     named = os.environ.get("BIREME_RUN_DIR")
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
     if named:
@@ -45,17 +44,14 @@ def locate() -> Path:
 
 
 def make_private(folder: Path, remedy: str) -> None:
-    """Make it if it is missing; refuse what another user made in a shared place: ours holds the key and the sockets.
-
-    Raises ConfigError, and FileNotFoundError where others remove it meanwhile.
-    """
+    """Make or check a folder. Raises ConfigError, and FileNotFoundError where others remove it."""
     with suppress(FileExistsError):  # exist_ok raises where others remove it just then
         folder.mkdir(parents=True, mode=0o700)
     check_private(folder, remedy)
 
 
 def check_private(folder: Path, remedy: str) -> None:
-    """Refuse a folder of another user, and take an own one from the others. Raises ConfigError, FileNotFoundError."""
+    """Take an own folder from all others. Raises ConfigError (another user's), FileNotFoundError."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to user {status.st_uid} or is no folder; remove it, or {remedy}")
@@ -64,7 +60,7 @@ def check_private(folder: Path, remedy: str) -> None:
 
 
 def deployment_key(folder: Path) -> bytes:
-    """Return the deployment's HMAC key; the first process makes it. BIREME_KEY (hex) wins. Raises ConfigError."""
+    """Return BIREME_KEY (hex), else the folder's key, made by the first to ask. Raises ConfigError."""
     if (named := named_key()) is not None:
         return named
     path = folder / "key"
@@ -83,7 +79,7 @@ def deployment_key(folder: Path) -> bytes:
 
 
 def named_key() -> bytes | None:
-    """Return BIREME_KEY; None: it is not set. Raises ConfigError."""
+    """Return BIREME_KEY; None: not set. Raises ConfigError."""
     if not (text := os.environ.get("BIREME_KEY")):
         return None
     try:
@@ -100,27 +96,24 @@ def _long_enough(key: bytes, where: str, remedy: str) -> bytes:
 
 
 def is_draining(folder: Path, worker: str = "") -> bool:
-    """Return whether somebody has asked a worker, or with "" the whole launch, to take no new requests."""
+    """Return whether a worker, or with "" the launch, is to take no new requests."""
     is_told = (folder / (f"{worker}.{DRAIN}" if worker else DRAIN)).exists()
     return is_told or bool(worker and must_sleep(folder, worker))
 
 
 def ask_drain(folder: Path, worker: str = "", *, undo: bool = False) -> None:
-    """Have a worker take no new requests, or with "" the whole launch none of other servers.
-
-    Engine processes look for this and say so in their records.
-    """
+    """Have a worker take no new requests, or with "" the launch none of other servers."""
     marker = folder / (f"{worker}.{DRAIN}" if worker else DRAIN)
     marker.unlink(missing_ok=True) if undo else marker.touch(mode=0o600)
 
 
 def must_sleep(folder: Path, worker: str) -> bool:
-    """Return whether somebody wants a worker's engine to end and give back its memory until it is woken."""
+    """Return whether a worker's engine is to end and stay away until `wake`."""
     return (folder / f"{worker}{SLEEP}").exists()
 
 
 def must_free_weights(folder: Path, worker: str) -> bool:
-    """Return whether a worker is to sleep and its weights are not to be kept by the memory service."""
+    """Return whether the memory service is to free its weights meanwhile."""
     try:
         return (folder / f"{worker}{SLEEP}").read_bytes() == _FREES_WEIGHTS
     except OSError:
@@ -128,10 +121,7 @@ def must_free_weights(folder: Path, worker: str) -> bool:
 
 
 def ask_sleep(folder: Path, worker: str, *, free_weights: bool = False) -> None:
-    """Have a worker's supervisor end its engine once what runs has ended, and start none before `wake`.
-
-    `free_weights`: have the memory service keep none for it then; also of a worker that sleeps already.
-    """
+    """Have a worker's engine end after its requests. `free_weights`: also of one that sleeps."""
     draft = folder / f".{worker}{SLEEP}"
     draft.write_bytes(_FREES_WEIGHTS if free_weights else b"")
     draft.replace(folder / f"{worker}{SLEEP}")
@@ -153,7 +143,7 @@ def publish(folder: Path, record: WorkerRecord) -> None:
 
 
 def restore(folder: Path, record: WorkerRecord) -> bool:
-    """Publish the record again if it is gone; return whether it was. Raises OSError."""
+    """Publish the record if it is gone; return whether it was. Raises OSError."""
     if (folder / f"{record.worker}.json").exists():
         return False
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

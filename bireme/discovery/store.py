@@ -1,7 +1,6 @@
-"""Where several servers keep the records of their workers: the interface, its key, the address that names one.
+"""Where several servers keep their workers' records: the interface, its key, its address.
 
-A record stays for as long as its writer holds it: `directory.py` (heartbeats in files), `etcd.py` (leases). Nothing is
-agreed upon among readers; each follows the store by itself (follower.py) and judges what it finds (view.py).
+A record stays while its writer holds it: heartbeats in files (directory.py) or leases (etcd.py).
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ Refused = tuple[WorkerRecord, str]  # a record that nothing may be taken from bu
 
 
 class StoreError(UnavailableError):
-    """The store can't be reached, or refuses; the text says which and why."""
+    """The store can't be reached, or refuses."""
 
 
 class NameTakenError(StoreError):
-    """A living worker of another launch has this worker's id."""
+    """A living worker of another launch has this id."""
 
 
 def taken(mine: WorkerRecord, theirs: WorkerRecord) -> NameTakenError:
@@ -36,35 +35,30 @@ def taken(mine: WorkerRecord, theirs: WorkerRecord) -> NameTakenError:
 
 
 class RecordReader(Protocol):
-    """Blocking; used by one thread, but for `close`. Every method may raise StoreError."""
+    """Of one thread but for `close`. All raise StoreError."""
 
     def read(self) -> dict[str, WorkerRecord]:
-        """Return the workers whose leases last, by id. What can't be read is logged once and left out."""
+        """Return by id the workers whose leases last. What can't be read is logged once."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something may have changed, or the time is over."""
+        """Return when something may have changed, or after `timeout_s`."""
 
     def close(self) -> None:
-        """End a running `wait` soon; from any thread."""
+        """End a running `wait`; from any thread."""
 
 
 class RecordStore(RecordReader, Protocol):
-    """What several servers share."""
-
     refused: dict[str, Refused]  # by id: whom the last read has left out because nothing proves their records
 
     def hold(self, record: WorkerRecord) -> None:
-        """Put the record, or renew its lease; to be called every lease_s / 3. Raises NameTakenError."""
+        """Put the record or renew its lease, every lease_s / 3. Raises NameTakenError."""
 
     def withdraw(self) -> None:
-        """Remove all that this store holds, as far as it can be reached."""
+        """Remove all that this one holds, where it can be reached."""
 
 
 def shared_key(config: DiscoveryConfig) -> bytes:
-    """Return the key of all servers and frontends that share a store: BIREME_KEY, else that of the folder.
-
-    Without either, folder and key are made. Raises ConfigError, also for another user's folder.
-    """
+    """Return BIREME_KEY, else the folder's key, made if missing. Raises ConfigError."""
     key = run_folder.named_key()
     if config.backend == "directory":
         return _folder_key(Path(config.folder), key)
@@ -89,7 +83,7 @@ def _folder_key(folder: Path, named: bytes | None) -> bytes:
 
 
 def parse_address(text: str) -> dict[str, Any]:
-    """Return the recipe's `discovery` block for a folder, or etcd://host:2379,host2[/prefix]. Raises ConfigError."""
+    """Return the `discovery` block for a folder or etcd://host:2379,host2[/prefix]. Raises ConfigError."""
     scheme, separator, rest = text.partition("://")
     if not separator:
         if not text.startswith("/"):
@@ -106,7 +100,7 @@ def parse_address(text: str) -> dict[str, Any]:
 
 
 def with_discovery(override: str, address: str | None) -> str:
-    """Return a recipe's override (JSON) with what --discovery asks for in it. Raises ConfigError."""
+    """Return a recipe's override (JSON) with --discovery in it. Raises ConfigError."""
     if not address:
         return override
     try:

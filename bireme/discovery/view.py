@@ -1,10 +1,9 @@
 """Which workers serve a recipe now, as one process sees it.
 
-    own server's workers   the recipe's, with their records from the run folder where that is within reach
-    other servers' workers the shared store's (recipe block `discovery`), less those that may not serve this recipe
+    own server's workers     the recipe's, with their records where the run folder is within reach
+    other servers' workers   the shared store's (recipe block `discovery`), less those refused by `admit`
 
-So without a shared store a server knows its own workers, as the recipe has them; with one that is down it still does.
-Refused by name are workers of another model, block size or deployment key, and one that took this server's address.
+So a server knows its own workers without a store, and while the store is down.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ logger = logging.getLogger("bireme.discovery")
 
 
 class Discovery(Protocol):
-    """Who serves, followed until `stop`."""
+    """Who serves, until `stop`."""
 
     def watch(self, on_change: OnChange) -> None:
-        """Call `on_change` with the whole view: now, before this returns, then on a thread after each change."""
+        """Call `on_change` with the whole view: before this returns, then on a thread after each change."""
 
     def stop(self) -> None: ...
 
     @property
     def is_current(self) -> bool:
-        """False: the shared store can't be reached, and the last view stands."""
+        """False: the shared store can't be reached, the last view stands."""
 
     def report(self) -> dict[str, Any]:
-        """Return what readiness tells: how it is followed, what is wrong, who was refused; {} without a store."""
+        """Return readiness's part; {} without a store."""
 
 
 class OwnWorkers:
-    """RecordReader: the recipe's workers on this process's server."""
+    """RecordReader of the recipe's workers on this server."""
 
     def __init__(self, recipe: Recipe, folder: Path | None) -> None:
-        """`folder`: the run folder; None: out of reach, so that names are all that is known."""
+        """`folder`: the run folder; None: out of reach, only names are known."""
         self._unknown = {
             name: WorkerRecord(worker=name, tokens_per_block=entry.engine_config.kv_cache_config.tokens_per_block)
             for stage, entry in recipe.workers.items()
@@ -96,7 +95,7 @@ class WorkerView:
         launch: str = "",
         metrics: Registry | None = None,
     ) -> None:
-        """`server`, `launch`: of the own server, by which its records in the shared store are known."""
+        """`server`, `launch`: the own ones, as in its records."""
         self._recipe, self._server, self._launch = recipe, server, launch
         lease_s = recipe.discovery.lease_s
         self._own = Follower(own, lease_s, self._merge) if own is not None else None
@@ -138,18 +137,17 @@ class WorkerView:
             }
 
     def _unproven(self) -> dict[str, str]:
-        """Return why others that say they serve this recipe are left out unseen, by id."""
         refused = self._store.refused if self._store is not None else {}
         return {
             name: why for name, (record, why) in refused.items() if _may_concern(record, self._recipe, self._server)
         }
 
     def is_drained_elsewhere(self) -> bool:
-        """Return whether the shared store says of none of the own workers that it is ready."""
+        """Return whether the store has no own worker ready."""
         return not any(record.life and not record.is_draining for record in self._registered().values())
 
     def _registered(self) -> Records:
-        """Return the own workers as the shared store has them; with life 0 where it does not."""
+        """Return own workers as the store has them; life 0: it does not."""
         if self._own is None or self._shared is None:
             return {}
         found, names = self._shared.records, self._own.records
@@ -164,7 +162,7 @@ class WorkerView:
             self._metrics.set("bireme_discovery_stale", is_stale, self._recipe.served_name)
 
     def _merge(self, _: Records) -> None:
-        """Tell the view if it has changed; on the thread of either follower."""
+        """On the thread of either follower."""
         with self._lock:
             own = dict(self._own.records) if self._own is not None else {}
             others, refused = admit(
@@ -183,10 +181,9 @@ class WorkerView:
 def admit(
     records: Records, recipe: Recipe, own: Mapping[str, WorkerRecord], server: str = "", launch: str = ""
 ) -> tuple[dict[str, WorkerRecord], dict[str, str]]:
-    """Return other servers' workers that may serve a recipe, and why others may not; both by id.
+    """Return others' workers that may serve a recipe, and why others may not; both by id.
 
-    Workers of other served models are none of its business. What a worker must equal is what the own ones have, else
-    the first by its id: two servers that differ are told apart, and one of them serves.
+    They must equal the own workers, else the first by its id.
     """
     known = [record for record in own.values() if record.life]
     model = _model_name(recipe)
@@ -211,7 +208,7 @@ def admit(
 
 
 def _mismatch(name: str, record: WorkerRecord, model: str, key_id: str, tokens_per_block: int) -> str:
-    """Return why a worker of the recipe's name can't serve it; empty where it can."""
+    """Return why a worker can't serve; empty: it can."""
     if name != record.id:
         return f"its record is that of {record.id}"
     if record.model != model:
@@ -233,8 +230,7 @@ def discover(
 ) -> WorkerView:
     """Return a recipe's view. Raises ConfigError.
 
-    `server`: gRPC address of the own tritonserver as others know it; None: this process has none. `folder`: that
-    server's run folder, where this process can read it.
+    `server`: the own tritonserver's gRPC address; None: there is none. `folder`: its run folder, if in reach.
     """
     shared = create_store(recipe.discovery) if recipe.discovery.is_shared else None
     if server is None and shared is None:
@@ -244,7 +240,7 @@ def discover(
 
 
 def create_store(config: DiscoveryConfig) -> RecordStore:
-    """Return a shared store, not connected yet. Raises ConfigError."""
+    """Return a shared store, unconnected. Raises ConfigError."""
     key = shared_key(config)
     if config.backend == "directory":
         from bireme.discovery.directory import DirectoryStore
@@ -258,7 +254,6 @@ def create_store(config: DiscoveryConfig) -> RecordStore:
 
 
 def own_record(recipe: Recipe, worker: str, life: int, folder: Path, key: bytes, **facts: Any) -> WorkerRecord:
-    """Return the record of an engine process of this launch, as its server's environment describes it."""
     record = WorkerRecord(
         worker=worker,
         life=life,
@@ -274,5 +269,5 @@ def own_record(recipe: Recipe, worker: str, life: int, folder: Path, key: bytes,
 
 
 def _model_name(recipe: Recipe) -> str:
-    """Folders differ from host to host, and a folder may hold what another host takes from the hub."""
+    """Folders differ from host to host; one may hold what another takes from the hub."""
     return Path(recipe.model.rstrip("/")).name
