@@ -1,1 +1,1 @@
-"""How pipelines reach the models: one interface, inside Triton by BLS and outside by gRPC."""
+"""How pipelines reach the models: by BLS inside Triton, by gRPC outside."""

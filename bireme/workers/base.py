@@ -1,7 +1,6 @@
 """The interface between a pipeline and the models that it calls.
 
-Unary calls (`tokenize`, `prefill`, `abort_prefill`) are coroutines. Decode's tokens come over the token bus to a
-`Sink`, called on the loop's thread once a step and request: no task switch a token.
+Decode's tokens come over the token bus to a `Sink`, called on the loop's thread once a step and request.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["Generation", "PrefillResult", "Sink", "UnreachableError", "WorkerCli
 
 
 class UnreachableError(UnavailableError):
-    """No server answers at the address; waiting for an engine would not help."""
+    """No server answers at the address."""
 
 
 class Generation(Protocol):
@@ -27,11 +26,11 @@ class Generation(Protocol):
 
     @property
     def was_sent(self) -> bool:
-        """Whether the worker was given it. False: a refusal or failure has lost nothing."""
+        """False: a refusal or failure has lost nothing."""
 
     @property
     def failure(self) -> BiremeError | None:
-        """Why this side ended it (its engine lost, no worker there); None: the engine made the finish."""
+        """Why this side ended it; None: the engine made the finish."""
 
     def abort(self) -> None:
         """Stop it; the sink still gets its finish. Harmless after the end."""
@@ -46,12 +45,12 @@ class PrefillResult:
 
 
 class WorkerClient(Protocol):
-    """All workers of one deployment, by worker id. Errors are those of errors.py."""
+    """All workers of one deployment, by worker id. Errors: errors.py."""
 
     on_silence: Callable[[str, bool], None]  # called with a server, and whether its host has gone silent
 
     def set_workers(self, workers: Mapping[str, int]) -> None:
-        """Take which workers there are now, and their engines' lives (0: not known).
+        """Take worker -> its engine's life (0: unknown).
 
         What runs on one that is missing goes on while it answers.
         """
@@ -61,33 +60,30 @@ class WorkerClient(Protocol):
     async def prefill(self, worker: str, request: EngineRequest, request_id: str) -> PrefillResult: ...
 
     async def abort_prefill(self, worker: str, request_id: str) -> None:
-        """Stop a prefill, or free the lease of one that has ended. Raises NotFoundError when neither is there."""
+        """Stop a prefill, or free its lease. Raises NotFoundError."""
 
     async def encode(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
-        """Have pictures encoded by the worker that has the vision tower: an encoder, prefill or decode."""
+        """By the worker with the vision tower."""
 
     async def abort_encode(self, worker: str, request_id: str) -> None:
-        """Stop an encode; harmless when it has ended."""
+        """Harmless after its end."""
 
     async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Floats:
         """Return the embeddings, a row a text."""
 
     async def abort_embed(self, worker: str, request_id: str) -> None:
-        """Stop an embed; harmless when it has ended."""
+        """Harmless after its end."""
 
     async def release(self, worker: str, handles: tuple[str, ...]) -> None:
-        """Free embeddings that nobody will fetch; harmless for those that are gone."""
+        """Free embeddings that nobody will fetch."""
 
     def decode(self, worker: str, request: EngineRequest, sink: Sink) -> Generation:
-        """Start generating. Raises nothing: errors come as the sink's finish."""
+        """Start generating. Errors come as the sink's finish."""
 
     def capacity(self, worker: str) -> Capacity | None:
-        """Return what a decode worker's engine takes, once it is known."""
+        """None: not known yet."""
 
     async def check(self, worker: str) -> None:
-        """Return when the worker takes requests: Triton has the model, its stub answers and its engine is up.
-
-        Raises UnavailableError with the server's or the worker's reason; waits as long as a dead stub is silent.
-        """
+        """Return when the worker takes requests. Raises UnavailableError; waits as long as a dead stub is silent."""
 
     async def close(self) -> None: ...

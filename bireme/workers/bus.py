@@ -1,19 +1,16 @@
 """The consumer's side of the token bus: one subscription a decode worker, whatever the number of requests.
 
-A `Session` is one gRPC stream with one subscription, which lasts for one life of the worker's engine. Commands that
-wait during a write go out together; whole engine steps come in and each request's sink is called on the loop's thread.
-A `Bus` keeps the current session of one worker, opens it with the first request, and closes it a second after the last
-(Triton does not exit while a stream is open). Triton 2.51 keeps about a kilobyte of every response until the request
-that it answers has ended, and a subscription is such a request: after RENEW_AFTER responses new requests go to a new
-session, and the old one closes with its last.
+A `Session` is one gRPC stream with one subscription, for one life of the worker's engine. A `Bus` keeps a worker's
+current session, from the first request to a second after the last (Triton does not exit while a stream is open). Triton
+2.51 keeps a kilobyte of every response until its request ends; so after RENEW_AFTER responses new requests get a new
+session.
 
 What can end a session, and what its requests get (`cancelled` where they were aborted before):
-    refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost (so do those that the
-                               stub can't hand to its engine: their finish says so)
+    refused, never opened      UNAVAILABLE, as never sent: the caller may try again at no cost
     server not reachable       UnreachableError, naming BIREME_GRPC
     Step(lost), stream broken  EngineLostError for all that were sent, EngineStalledError where the step says so
     subscription unknown       (the stub closed it) silent requests go to a new session once, others are lost
-    silent for stall_timeout   EngineLostError; the stub answers keepalives, so silence means that it is dead
+    silent for stall_timeout   EngineLostError; the stub answers keepalives
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ _MAX_BATCH_BYTES = 4 << 20  # prompts in one message, one prompt at least
 
 
 class BusRequest:
-    """One request on a bus; workers.base.Generation."""
+    """workers.base.Generation."""
 
     __slots__ = ("failure", "heard_at", "is_aborted", "is_replaced", "number", "request", "session", "sink", "was_sent")
 
@@ -94,7 +91,6 @@ class BusRequest:
         self.session.abort(self)
 
     def fail(self, error: BiremeError) -> None:
-        """End it from this side."""
         self.failure = error
         self.sink.finish(Finish("error", Usage(), error=to_message(error)))
 
@@ -105,7 +101,7 @@ class Bus:
     def __init__(
         self, worker: str, channel: GrpcChannel, stall_timeout_s: float, metrics: Registry | None, model: str = ""
     ) -> None:
-        """`model`: the worker's model on its server, if it is not the worker's name."""
+        """`model`: on the worker's server, if it has another name."""
         self.worker, self.channel, self.metrics, self.model = worker, channel, metrics, model or worker
         self.capacity: Capacity | None = None  # of the last life that was seen
         self.is_lost = False  # discovery no longer has it: its server is gone, or can't reach discovery
@@ -115,7 +111,7 @@ class Bus:
 
     @property
     def stall_timeout_s(self) -> float:
-        """How long a stub may be silent: a lost one's host may be gone, which no connection would tell."""
+        """How long a stub may be silent; a lost one's host may be gone."""
         return min(LOST_STALL_S, self._stall_timeout_s) if self.is_lost else self._stall_timeout_s
 
     @property
@@ -131,28 +127,27 @@ class Bus:
         self.session().send_later(Release(handles))
 
     def session(self) -> Session:
-        """Return the session for new requests, opened now if there is none."""
+        """Return the session for new requests, opened if there is none."""
         if self._session is None:
             self._session = Session(self)
         return self._session
 
     async def check(self) -> None:
-        """Return when the worker takes requests. Raises the error that a request would get, as a rule UNAVAILABLE."""
+        """Return when the worker takes requests. Raises what a request would get."""
         if (error := await asyncio.shield(self.session().opened)) is not None:
             raise error
 
     @property
     def awaits_news(self) -> bool:
-        """Whether requests wait for a sign of the worker that has not come for a while."""
+        """Whether requests wait, and the worker has been silent for NEWS_S."""
         return any(session.awaits_news for session in self._sessions())
 
     def lose_waiting(self, error: EngineLostError) -> None:
-        """Fail the requests that have had no token yet; the streams may go on."""
+        """Fail the requests without a token; streams may go on."""
         for session in self._sessions():
             session.lose_waiting(error)
 
     def lose(self, error: EngineLostError) -> None:
-        """Fail all requests."""
         for session in self._sessions():
             session.lose(error)
 
@@ -169,7 +164,7 @@ class Bus:
         self._closing.discard(session)
 
     async def close(self) -> None:
-        """End all requests with UNAVAILABLE and close the subscription."""
+        """End all requests with UNAVAILABLE."""
         for session in self._sessions():
             session.shut()
         sessions = list(self._closing)
@@ -178,7 +173,7 @@ class Bus:
 
 
 class Session:
-    """One subscription, from its opening to its end."""
+    """One subscription."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -208,7 +203,7 @@ class Session:
         self.send_later(start_command(request.number, request.request))
 
     def abort(self, request: BusRequest) -> None:
-        """Stop a request; harmless after its end."""
+        """Harmless after its end."""
         if request.number not in self._sinks:
             return
         if request.was_sent:
@@ -220,7 +215,7 @@ class Session:
         request.sink.finish(Finish("cancelled", Usage()))
 
     def shut(self) -> None:
-        """Fail everything and close; for the end of the process."""
+        """Fail everything; for the end of the process."""
         self._end(UnavailableError(f"{self._bus.worker}: this process is shutting down; try again"))
 
     @property
@@ -228,7 +223,7 @@ class Session:
         return bool(self._requests) and time.monotonic() - self._heard_at > NEWS_S
 
     def lose_waiting(self, error: EngineLostError) -> None:
-        """What was sent is aborted, should the worker hear of it."""
+        """What was sent is aborted, too."""
         for number, request in [(n, request) for n, request in self._requests.items() if not request.heard_at]:
             self._forget(number)
             if request.was_sent:
@@ -251,7 +246,7 @@ class Session:
         return self._requests.pop(number, None)
 
     async def _run(self) -> None:
-        """Subscribe, read and write until something ends that, leave. The remaining requests get its error."""
+        """Remaining requests get the error that ended it."""
         error: BiremeError = EngineLostError(f"{self._bus.worker}: the token bus was closed")
         tasks: list[asyncio.Future[None]] = []
         try:
@@ -279,7 +274,7 @@ class Session:
             self._bus.ended(self)
 
     async def _subscribe(self) -> BiremeError | None:
-        """Open the stream and the subscription. Returns the error if that fails."""
+        """Return the error if that fails."""
         import grpc
 
         async def subscribe() -> None:
@@ -303,7 +298,7 @@ class Session:
         return None
 
     async def _unsubscribe(self, reader: asyncio.Future[None], writer: asyncio.Future[None]) -> None:
-        """Close the subscription, if the stub still answers: the server then ends the stream."""
+        """Close the subscription if the stub still answers: the server then ends the stream."""
         import grpc
 
         await asyncio.wait({writer}, timeout=LEAVE_S)
@@ -315,7 +310,6 @@ class Session:
                 await leave(self._call, LEAVE_S)
 
     def _reason(self, done: Iterable[asyncio.Future[None]]) -> BiremeError:
-        """Return why reading or writing has ended, as the error of the remaining requests."""
         import grpc
 
         for future in done:
@@ -331,7 +325,7 @@ class Session:
         return EngineLostError(f"{self._bus.worker}: the token bus was closed")
 
     def _end(self, error: BiremeError) -> None:
-        """Take no more requests; fail the remaining ones, or pass them on to a new session."""
+        """Take no more requests; fail the remaining ones, or pass them to a new session."""
         self._is_open = False
         self._wake.set()  # so that the writer ends
         self._bus.retire(self)
@@ -351,7 +345,7 @@ class Session:
                 request.fail(EngineLostError(str(error)) if isinstance(error, NotFoundError) else error)
 
     async def _write(self) -> None:
-        """Send what waits; return when there has been nothing to do for IDLE_S."""
+        """Send what waits; return after IDLE_S without any."""
         checked_at = time.monotonic()
         while self._is_open:
             if time.monotonic() - checked_at > self._interval_s:
@@ -371,7 +365,7 @@ class Session:
                     await asyncio.wait_for(self._wake.wait(), self._interval_s)
 
     def _next_batch(self) -> list[Command]:
-        """Take the next commands; big prompts are spread over several messages."""
+        """Big prompts go in several messages."""
         num_bytes = 0
         for at, command in enumerate(self._outbox):
             num_bytes += len(command.request.prompt) if isinstance(command, Submit) else 0
@@ -382,7 +376,7 @@ class Session:
         return commands
 
     async def _check_signs(self) -> None:
-        """Close when idle, give up when the stub is silent, send `keep` when this side has been silent."""
+        """Close when idle, give up a silent stub, send `keep` when this side has been silent."""
         now = time.monotonic()
         if self._requests:
             self._busy_at = now
@@ -406,7 +400,7 @@ class Session:
             pass
 
     async def _receive(self) -> bool:
-        """Take one response off the stream; false at its end. Raises the error that it carries."""
+        """Take one response; false at the stream's end. Raises the error in it."""
         import grpc
 
         response = await self._call.read()
@@ -439,7 +433,6 @@ class Session:
             self.opened.set_result(None)
 
     def _on_steps(self, steps: list[Step]) -> None:
-        """Deliver the steps of one response."""
         self._note_gaps(steps)
         for step in steps:
             deliver(step, self._sinks, self._sink_failed)
@@ -450,7 +443,7 @@ class Session:
                 raise kind(f"{self._bus.worker}: its engine died or was restarted with the request in flight")
 
     def _note_gaps(self, steps: list[Step]) -> None:
-        """Count the time since each stream's last tokens; streams of the same delivery share it."""
+        """Streams of one delivery share the time since their last tokens."""
         now, before = self._heard_at, self._tokens_at
         latest = steps[0].requests if len(steps) == 1 else [number for step in steps for number in step.requests]
         if self._canaries:
@@ -463,7 +456,7 @@ class Session:
             self._observe_gap(now - before, num_same)
 
     def _note_change(self, latest: list[int]) -> int:
-        """Note which streams have joined and left a delivery; return how many are in it again."""
+        """Return how many streams were in the last delivery, too."""
         now, before = set(latest), self._latest_set
         for number in now ^ before:
             if (request := self._requests.get(number)) is None:

@@ -1,8 +1,7 @@
 """All workers: unary calls to the models, decode's tokens over the token bus.
 
-Inside Triton unary calls to models of the own server are BLS; all others go over gRPC, a channel a server. A worker of
-another server is called by its id, decode_1@host:8001; whether that server's host still answers is watched
-(host_watch.py).
+Unary calls to the own server are BLS inside Triton; all others go over gRPC, a channel a server. Another server's
+worker is called by its id, decode_1@host:8001, and its host is watched.
 """
 
 from __future__ import annotations
@@ -68,10 +67,9 @@ class Workers:
         call: Call | None = None,
         tls: GrpcTls | None = None,
     ) -> None:
-        """`channel`: to the own server; None: there is none, every worker's id names its server.
+        """`channel`: to the own server; None: every worker's id names its server.
 
-        `call`: StageContext.call_async, of a pipeline inside Triton; None: unary calls go over the channel, too.
-        `tls`: of channels to other servers.
+        `call`: StageContext.call_async inside Triton; None: over the channel. `tls`: of channels to other servers.
         """
         self.on_silence: Callable[[str, bool], None] = lambda server, is_silent: None
         self._channels: dict[str, GrpcChannel] = {} if channel is None else {"": channel}  # by server
@@ -86,7 +84,7 @@ class Workers:
         self._encodes: dict[str, Generation] = {}  # on decode workers, by request id
 
     def set_workers(self, workers: Mapping[str, int]) -> None:
-        """Take which workers there are. One that is gone keeps its streams for as long as they make progress."""
+        """One that is gone keeps its streams while they make progress."""
         self._lives = workers
         for call, (worker, life) in self._own_calls.items():
             if life and workers.get(worker, 0) not in (0, life):  # but an answer may be on its way
@@ -155,9 +153,9 @@ class Workers:
         await self.ping(worker)
 
     async def ping(self, worker: str, request_id: str = "") -> None:
-        """Return when the worker's stub answers and its engine is up. Raises UnavailableError when it is not.
+        """Return when the worker's stub and engine answer. Raises UnavailableError.
 
-        With a request's id, of a worker that is not decode: NotFoundError when it has no such request.
+        With a request's id (not of decode): NotFoundError when it has no such request.
         """
         if stage_of(worker) == "decode":
             await self._bus(worker).check()  # whose stub would refuse a subscription
@@ -179,7 +177,7 @@ class Workers:
         return bus
 
     def _model_of(self, worker: str) -> tuple[GrpcChannel, str]:
-        """Return a worker's server and its model's name there. Raises UnavailableError where it has no server."""
+        """Return a worker's server and its model's name there. Raises UnavailableError."""
         model, server = split_worker(worker)
         channel = self._channels.get(server)
         if channel is None:
@@ -195,7 +193,7 @@ class Workers:
         return self._channels[server].num_calls > 0 or any(bus.awaits_news for bus in self._buses_of(server))
 
     def _note_host(self, server: str, state: HostState) -> None:
-        """Have whoever waits for a first sign of a silent host go elsewhere; give all up that a lost one has."""
+        """What waits for a silent host's first sign goes elsewhere; of a lost one's nothing goes on."""
         self.on_silence(server, state is not HostState.ANSWERS)
         if state is HostState.ANSWERS:
             return
@@ -214,7 +212,6 @@ class Workers:
         return [bus for worker, bus in self._buses.items() if split_worker(worker)[1] == server]
 
     def _close_later(self, channel: GrpcChannel) -> None:
-        """Close a channel of which the last stream has just ended."""
         task = asyncio.get_running_loop().create_task(channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -233,8 +230,7 @@ class Workers:
     async def _call_own(self, bls: Call, worker: str, inputs: Tensors, limit_s: float = 0.0) -> Tensors:
         """Call a model of the own server. Triton never ends a call whose stub has died.
 
-        A ping would take another of the few threads of BLS. A worker's stub has died when its record is of another
-        engine's life; that of a model without an engine when it has not answered for `limit_s`.
+        A worker's stub has died when its record is of another life; a model without an engine is given `limit_s`.
         """
         call = asyncio.ensure_future(bls(worker, inputs))
         self._own_calls[call] = worker, (self._lives or {}).get(worker, 0)
@@ -257,7 +253,7 @@ class Workers:
             call.cancel()
 
     async def _call_watched(self, worker: str, inputs: Tensors, request_id: str) -> Tensors:
-        """Call a worker while it answers pings and knows of the request: a dead stub would be silent forever."""
+        """Call a worker while it answers pings and knows the request."""
         call = asyncio.ensure_future(self._call(worker, inputs))
         self._far_calls[call] = worker
         interval_s = self._stall_timeout_s / 2
@@ -277,7 +273,7 @@ class Workers:
             self._lost_calls.discard(call)
 
     async def _ping_beside(self, call: asyncio.Future[Tensors], worker: str, request_id: str, limit_s: float) -> None:
-        """Return when the worker knows of the request, or its call has ended. Raises EngineLostError."""
+        """Return when the worker knows the request or the call has ended. Raises EngineLostError."""
         limit_s = limit_s if self._is_member(worker) else LOST_STALL_S
         ping = asyncio.ensure_future(self.ping(worker, request_id))
         both: set[asyncio.Future[Any]] = {call, ping}
@@ -297,7 +293,6 @@ class Workers:
         return self._lives is None or worker in self._lives
 
     async def _encode_on_bus(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
-        """Encode on a decode worker that has the vision tower: a request of the token bus that makes no tokens."""
         finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         sink = EncodeSink(partial(_settle, finished))
         generation = self._encodes[request_id] = self._bus(worker).submit(request, sink)
@@ -321,7 +316,7 @@ def _settle(finished: asyncio.Future[Finish], finish: Finish) -> None:
 
 
 def _command_inputs(command: Submit | Encode | Embed | Release, request_id: str = "") -> dict[str, Array]:
-    """It travels whole, as `engine_request`: fields without a tensor of their own must not get lost."""
+    """Whole, as `engine_request`: fields without a tensor must not get lost."""
     return {
         "engine_request": np.frombuffer(encode(command), np.uint8),
         "request_id": _bytes(request_id.encode()),

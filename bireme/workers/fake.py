@@ -1,6 +1,6 @@
 """Workers in memory, for tests of their callers: the test makes every step and every fault.
 
-Tokens depend on the prompt and the position alone, so a sequence that moved must look as if it had not.
+Tokens depend on prompt and position alone.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ OWN_PREFILL_MS = 3.0  # of a decode worker that computes the prompt itself
 
 
 def token_at(prompt: list[int], position: int) -> int:
-    """Return the token that every fake worker makes there."""
     return 100 + (sum(prompt) + 7 * position) % 800
 
 
 def logprobs_of(token: int, k: int) -> TokenLogprobs:
-    """Return the log probabilities that every fake worker makes of a token: it, then the k likeliest."""
+    """Return a token's log probabilities: its own, then the k likeliest."""
     chosen = TokenLogprob(token, -0.5, 1)
     others = [TokenLogprob(token + at, -1.0 - at, 1 + at) for at in range(1, k)]
     return [chosen, *([chosen] if k else []), *others]
 
 
 def embedding_of(tokens: list[int]) -> list[float]:
-    """Return the embedding that every fake worker makes of a text."""
     return [float(sum(tokens)), float(len(tokens)), float(tokens[0]), 0.1]
 
 
@@ -57,7 +55,7 @@ def prompt_logprobs_of(prompt: list[int], k: int | None) -> list[TokenLogprobs] 
 
 
 class FakeGeneration:
-    """One request in a fake decode worker."""
+    """A request in a fake decode worker."""
 
     def __init__(self, workers: FakeWorkers, worker: str, request: EngineRequest, sink: Sink) -> None:
         self._workers = workers
@@ -74,7 +72,7 @@ class FakeGeneration:
         asyncio.get_running_loop().call_soon(self.end, "cancelled")
 
     def emit(self) -> None:
-        """Make the next token; the last one also ends it."""
+        """Make the next token; the last one ends it."""
         if self.is_over:
             return
         if self.request.disaggregated_params:
@@ -97,13 +95,13 @@ class FakeGeneration:
             self.sink.finish(Finish(reason, usage, error=error))
 
     def fail(self, error: BiremeError) -> None:
-        """End it as the bus does when this side knows better than the engine."""
+        """End it as the bus does."""
         self.failure = error
         self.end("error", to_message(error))
 
 
 class FakeWorkers:
-    """WorkerClient. `down` makes calls of a worker fail; `hold` keeps unary calls waiting."""
+    """WorkerClient. `down`: calls of a worker fail; `hold`: unary calls wait."""
 
     def __init__(self) -> None:
         self.down: dict[str, BiremeError] = {}
@@ -150,7 +148,7 @@ class FakeWorkers:
             raise NotFoundError(f"request_id: {request_id} is not under way")
 
     async def encode(self, worker: str, request: EncodeRequest, request_id: str) -> EncodeAnswer:
-        """Each picture has as many tokens as its source has bytes."""
+        """A picture has as many tokens as its source bytes."""
         self.log.append(f"{worker} encode")
         self._check(worker)
         await self._wait(worker, request_id)
@@ -165,7 +163,7 @@ class FakeWorkers:
             waiting.set_exception(RequestCancelledError("the encode was aborted"))
 
     async def embed(self, worker: str, request: EmbedRequest, request_id: str) -> Floats:
-        """An embedding has 4 dimensions, which the text's tokens decide."""
+        """An embedding has 4 dimensions."""
         self.log.append(f"{worker} embed {len(request.prompts)}")
         self._check(worker)
         await self._wait(worker, request_id)
@@ -181,7 +179,7 @@ class FakeWorkers:
         self.handles.difference_update(handles)
 
     def _fetch(self, request: EngineRequest) -> None:
-        """Take the embeddings of the request's pictures, as an engine does."""
+        """Take the embeddings of the request's pictures."""
         if request.multimodal is not None:
             items = msgspec.json.decode(request.multimodal, type=Multimodal).items
             self.handles -= {item.handle for item in items if item.handle is not None}
@@ -220,7 +218,7 @@ class FakeWorkers:
         self.is_closed = True
 
     async def emit(self, count: int = 1) -> None:
-        """Let every running request make tokens, once there is one."""
+        """Every running request makes tokens, once there is one."""
         while not self.running:
             await asyncio.sleep(0)
         for _ in range(count):
@@ -229,7 +227,7 @@ class FakeWorkers:
             await asyncio.sleep(0)
 
     async def lose(self, worker: str) -> None:
-        """The worker's engine dies with all that it runs."""
+        """The worker's engine dies."""
         for generation in list(self.running):
             if generation.worker == worker:
                 generation.fail(EngineLostError(f"{worker}: its engine died"))

@@ -1,6 +1,6 @@
 """KServe over gRPC, as far as worker clients need it: raw tensors in, raw tensors out.
 
-grpc and the messages are imported at the first use, so that a stub that never calls out stays light.
+grpc is imported at the first use: a stub that never calls out stays light.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _DTYPES = {"INT32": np.int32, "FP32": np.float32, "UINT8": np.uint8, "UINT64": n
 
 
 def server_address() -> str:
-    """Return the address of tritonserver's gRPC endpoint: BIREME_GRPC, else 127.0.0.1:8001."""
+    """Return BIREME_GRPC, else 127.0.0.1:8001."""
     return os.environ.get("BIREME_GRPC") or DEFAULT_ADDRESS
 
 
 class GrpcChannel:
-    """The gRPC endpoint of one tritonserver; connects with the first call. Used on one loop."""
+    """To one tritonserver; connects with the first call. Used on one loop."""
 
     def __init__(self, address: str | None = None, tls: GrpcTls | None = None) -> None:
         """`address`: None is server_address()."""
@@ -50,7 +50,7 @@ class GrpcChannel:
         self._infer: Any = None
 
     async def infer(self, model: str, inputs: Tensors) -> Tensors:
-        """Call a unary model. Raises the errors of errors.py."""
+        """Call a unary model. Raises errors.py's."""
         import grpc
 
         from bireme.workers import kserve
@@ -66,7 +66,7 @@ class GrpcChannel:
             self.num_calls -= 1
 
     def stream(self) -> Any:
-        """Open a ModelStreamInfer call; its errors are for `rpc_error`."""
+        """Open a ModelStreamInfer call; for its errors `rpc_error`."""
         from bireme.workers import kserve
 
         return self._method("stream_stream", "ModelStreamInfer", kserve.ModelStreamInferResponse)()
@@ -102,10 +102,9 @@ class GrpcChannel:
 
 
 async def leave(call: Any, limit_s: float) -> None:
-    """Read a stream whose requests are over to its end; cancel it when that does not come.
+    """Read a stream whose requests are over to its end, or cancel it.
 
-    Triton 2.51 goes on counting a stream that is cancelled after its last request has ended, and its exit then takes
-    the whole --exit-timeout-secs.
+    Triton 2.51 goes on counting a stream that is cancelled then, and its exit takes the whole --exit-timeout-secs.
     """
     import grpc
 
@@ -121,10 +120,9 @@ async def leave(call: Any, limit_s: float) -> None:
 
 
 def infer_request(model: str, tensors: Mapping[str, bytes | Array]) -> bytes:
-    """Return a ModelInferRequest as it is sent: bytes become BYTES[1], arrays what they are.
+    """Return a ModelInferRequest as bytes: bytes become BYTES[1], arrays what they are.
 
-    Tensors are written behind what protobuf has written, which may have its fields in any order: it would copy a long
-    prompt several times.
+    Tensors are appended by hand: protobuf would copy a long prompt several times.
     """
     from bireme.workers import kserve
 
@@ -138,7 +136,7 @@ def infer_request(model: str, tensors: Mapping[str, bytes | Array]) -> bytes:
 
 
 def _encoded(value: bytes | Array) -> tuple[str, list[int], list[Any]]:
-    """Return a tensor's type and shape, and its bytes in parts."""
+    """Return a tensor's type, shape, and bytes in parts."""
     if isinstance(value, bytes):
         return "BYTES", [1], [U32.pack(len(value)), value]
     if value.dtype.kind == "O":
@@ -157,7 +155,7 @@ def _varint(number: int) -> bytes:
 
 
 def outputs_of(response: Any) -> dict[str, Array]:
-    """Return a ModelInferResponse's tensors; BYTES as object arrays of bytes."""
+    """Return a response's tensors; BYTES as object arrays of bytes."""
     return {
         output.name: _array(output.datatype, list(output.shape), raw)
         for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
@@ -165,7 +163,7 @@ def outputs_of(response: Any) -> dict[str, Array]:
 
 
 def rpc_error(error: Any, address: str) -> BiremeError:
-    """Map a grpc.aio.AioRpcError: our own codes inside the text win, a dead connection is unreachable."""
+    """Map a grpc.aio.AioRpcError; our own codes in its text win."""
     import grpc
 
     details = error.details() or ""

@@ -1,7 +1,6 @@
 """TLS of tritonserver's gRPC port, both sides with certificates: `grpc_tls` of the recipe.
 
-The same files are a server's certificate and what a client shows, so a host needs one pair. They are read when a server
-starts and when a channel is made; a new certificate needs a restart.
+A server's certificate is also what a client shows, so a host needs one pair. A new one needs a restart.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class GrpcTls:
 
     @classmethod
     def of(cls, recipe: Recipe) -> GrpcTls | None:
-        """None: the recipe serves gRPC without TLS. Raises ConfigError that names the file that can't be used."""
+        """None: the recipe has no TLS. Raises ConfigError."""
         config = recipe.grpc_tls
         if not config.certificate:
             return None
@@ -39,9 +38,7 @@ class GrpcTls:
         return tls
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a context that shows this certificate and looks at nobody's: for a port of this launch, which is known
-        by its address. Raises ConfigError.
-        """
+        """Return a context for a port of this launch: it does not look at the other side's. Raises ConfigError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_alpn_protocols(["h2"])
@@ -61,7 +58,6 @@ class GrpcTls:
         return context
 
     def server_flags(self) -> list[str]:
-        """Return tritonserver's."""
         return [
             "--grpc-use-ssl=true",
             "--grpc-use-ssl-mutual=true",
@@ -71,7 +67,7 @@ class GrpcTls:
         ]
 
     def channel(self, address: str, options: list[tuple[str, Any]]) -> Any:
-        """Return a grpc.aio channel. Raises OSError when a file has gone."""
+        """Return a grpc.aio channel. Raises OSError."""
         import grpc.aio
 
         credentials = grpc.ssl_channel_credentials(

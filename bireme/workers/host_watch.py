@@ -1,8 +1,6 @@
 """Whether another server's host still answers, asked with TCP handshakes while something waits for that server.
 
-A handshake is the kernel's: it answers, be it with a refusal, also for a stub or server that is slow for want of a CPU,
-or that stands still. So silence is that of the host, or of the way to it. No connection would tell of it: TCP sends
-again for minutes, and a gRPC server drops clients that send many pings of HTTP/2.
+The kernel answers them, also for a process that stands still: silence is the host's, or the network's.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ class HostState(enum.Enum):
 
 
 class HostWatch:
-    """Looks until `stop`; one task. Used on one loop."""
+    """One task, until `stop`. Used on one loop."""
 
     def __init__(self, address: str, is_awaited: Callable[[], bool], on_change: Callable[[HostState], None]) -> None:
-        """`is_awaited` says whether something waits for news from there; a silent host is asked in any case."""
+        """`is_awaited`: whether something waits for news from there."""
         self._address, self._is_awaited, self._on_change = address, is_awaited, on_change
         self._state, self._silent_since = HostState.ANSWERS, 0.0
         self._found: list[tuple[Any, ...]] = []  # what getaddrinfo returned
@@ -87,14 +85,14 @@ class HostWatch:
         self._on_change(state)
 
     async def _resolve(self) -> None:
-        """Look the address up; what was found before stays where that can't be done."""
+        """What was found before stays where it can't be looked up."""
         host, _, port = self._address.rpartition(":")
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             asked = asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
             self._found = list(await asyncio.wait_for(asked, TRY_S * MAX_TRIES))
 
     async def _answers(self) -> bool:
-        """Whether one of several handshakes is answered. The kernel is asked, not a loop that may itself be late."""
+        """Whether one of several handshakes is answered, as the kernel says: a loop may be late."""
         tries: list[_Handshake] = []
         try:
             for number in range(MAX_TRIES):
@@ -111,8 +109,6 @@ class HostWatch:
 
 
 class _Handshake:
-    """A connection that nobody uses."""
-
     def __init__(self, found: tuple[Any, ...]) -> None:
         """`found`: of getaddrinfo. Raises OSError."""
         family, kind, protocol, _, address = found

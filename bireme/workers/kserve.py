@@ -1,9 +1,7 @@
-"""The messages of KServe's gRPC service that worker clients send and read, described here instead of generated.
+"""KServe's gRPC messages, as far as worker clients need them, described here instead of generated.
 
-Generated code wants a protobuf no older than the one that made it, and the clients that bring it want a range of
-releases. An engine's environment, in which stubs may run as well, has the protobuf that its engine came with. Only
-fields that are used have a place here: protobuf passes over the others. The messages lie in a pool of their own, beside
-those of any client that this process has imported.
+Generated code binds protobuf's version, and an engine's environment, in which stubs may run, has its engine's. Protobuf
+passes over fields that are not described here. The pool is an own one, beside those of other clients in this process.
 """
 
 from __future__ import annotations

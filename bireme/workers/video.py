@@ -1,6 +1,6 @@
 """A video worker reached over gRPC: one stream a request, so that leaving the stream cancels it.
 
-The same inside Triton (loopback) and outside: BLS must not stream.
+The same inside Triton: BLS must not stream.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _LEAVE_S = 1.0  # from a request's end to its stream's
 
 
 class VideoWorkers:
-    """All video workers of one tritonserver. Use it on one loop."""
+    """All video workers of one tritonserver. Used on one loop."""
 
     def __init__(self, stall_timeout_s: float, address: str | None = None, tls: GrpcTls | None = None) -> None:
         self._channel = GrpcChannel(address, tls)
         self._stall_timeout_s = stall_timeout_s
 
     async def generate(self, worker: str, tensors: Mapping[str, bytes | Array]) -> AsyncIterator[Tensors]:
-        """Yield the worker's responses. Raises errors.py; closing the iterator cancels the request."""
+        """Yield the responses. Raises errors.py's; closing the iterator cancels."""
         call = self._channel.stream()
         is_over = False
         try:
@@ -44,7 +44,7 @@ class VideoWorkers:
                 call.cancel()
 
     async def is_ready(self, worker: str) -> bool:
-        """Return whether the server has the worker; false also when no server answers."""
+        """Return whether the server has the worker; false also without a server."""
         try:
             return await self._channel.is_loaded(worker)
         except BiremeError:
@@ -54,7 +54,7 @@ class VideoWorkers:
         await self._channel.close()
 
     async def _read(self, call: Any, worker: str) -> Any:
-        """Return one response; None at the end of the stream."""
+        """Return one response; None at the end."""
         import grpc
 
         response = await self._guarded(call.read(), worker)
@@ -76,5 +76,5 @@ class VideoWorkers:
 
 
 def _as_video(error: BiremeError, worker: str) -> BiremeError:
-    """A broken connection ends the request as well."""
+    """A broken connection ends the request, too."""
     return error if error.retryable or type(error) is not BiremeError else EngineLostError(f"{worker}: {error}")
