@@ -1,4 +1,4 @@
-"""Starts and watches a tritonserver from outside: for tools and tests, never imported by a stub."""
+"""Starts and watches a tritonserver from outside; never imported by a stub."""
 
 from bireme.launch.ports import Ports, free_port, free_ports
 from bireme.launch.tritonserver import Server, ServerOptions, ServerStartError, start_server

@@ -27,22 +27,22 @@ class AdminClient:
         self._headers = {ADMIN_HEADER: key} if key else {}
 
     def is_ready(self, timeout_s: float = 1.0) -> bool:
-        """Return whether the server and every model that was asked for at its start is ready."""
+        """Return whether the server and every model asked for at its start is ready."""
         return self._answers("/v2/health/ready", timeout_s)
 
     def is_live(self, timeout_s: float = 1.0) -> bool:
         return self._answers("/v2/health/live", timeout_s)
 
     def load(self, model: str, timeout_s: float = 900.0) -> None:
-        """Load a model and wait until it is ready. Raises BiremeError with the reason that the model gave."""
+        """Return when the model is ready. Raises BiremeError with the model's reason."""
         self._post(f"/v2/repository/models/{model}/load", timeout_s)
 
     def unload(self, model: str, timeout_s: float = 60.0) -> None:
-        """Ask for a model to be unloaded; it goes on until its requests have ended."""
+        """Return at once; the model goes on until its requests have ended."""
         self._post(f"/v2/repository/models/{model}/unload", timeout_s)
 
     def index(self, timeout_s: float = 10.0) -> dict[str, tuple[str, str]]:
-        """Return model -> (state, reason): READY, UNAVAILABLE, LOADING, UNLOADING, or empty when never loaded."""
+        """Return model -> (state, reason): READY, UNAVAILABLE, LOADING, UNLOADING, "" when never loaded."""
         rows = json.loads(self._post("/v2/repository/index", timeout_s) or b"[]")
         return {row["name"]: (row.get("state", ""), row.get("reason", "")) for row in rows}
 

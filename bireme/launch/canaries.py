@@ -1,8 +1,7 @@
 """Rounds of canaries over every path that a request can take, and the last result of each path.
 
-Paths: each pairing of a prefill with a decode worker (in turns: every worker in every round), each decode worker where
-there is no prefill, each embedding worker, each pipeline, and the OpenAI frontend. A path that has just served requests
-needs no canary.
+Paths: pairings of prefill and decode workers (in turns), decode workers without prefill, embedding workers, pipelines,
+the OpenAI frontend. One that has just served requests needs no canary.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ class CanarySettings:
 
 @dataclass(frozen=True, slots=True)
 class OpenAITarget:
-    """How canaries reach the frontend."""
-
     address: str
     key: str  # the frontend takes it from its launcher
     has_tls: bool = False
@@ -62,7 +59,7 @@ class PathHealth:
         return f"canary failed: {self.result.error}" if self.result and not self.result.is_ok else ""
 
     def take(self, result: CanaryResult) -> str:
-        """Note a result; return the event that is to be logged of it, "" for none."""
+        """Note a result; return the event to log, if any."""
         logged = self.logged
         if result.is_refused:  # whoever refuses, works
             self.result, self.silences = CanaryResult(), 0
@@ -77,7 +74,7 @@ class PathHealth:
 
 
 class Canaries:
-    """`turn` on one thread, which returns when the next one is due; `problem` from any."""
+    """`turn`, on one thread, returns the seconds until the next; `problem` from any."""
 
     def __init__(
         self,
@@ -93,9 +90,7 @@ class Canaries:
         on_hung: Callable[[str, str], None],
         key: str = "",
     ) -> None:
-        """`is_down` says which models need no canary to be known as down; `on_hung` gets a model and the reason. `key`:
-        the deployment's, by which its processes know canaries.
-        """
+        """`is_down`: known without a canary; `on_hung`: gets model and reason; `key`: the deployment's."""
         self._http, self._recipe, self._openai, self._settings = http, recipe, openai, settings
         self._console = console
         self._series, self._is_down, self._on_hung, self._key = series, is_down, on_hung, key
@@ -114,11 +109,10 @@ class Canaries:
         self.is_stopping = False
 
     def problems(self) -> dict[str, str]:
-        """Return path -> its problem."""
         return {name: self.problem(name) for name in self._paths}
 
     def problem(self, name: str) -> str:
-        """Why the last canary failed there; empty before the first, and after a good one."""
+        """Why the last canary failed there; empty before the first."""
         health = self._health.get(name)
         return health.problem if health else ""
 
@@ -161,7 +155,7 @@ class Canaries:
         return canary.probe_embedding(self._http, name, prompt, self._settings.timeout_s)
 
     def _make_prompt(self) -> CanaryPrompt | None:
-        """Have the tokenizer make the prompt: a block of KV and a token more; None: it can't now."""
+        """A block of KV and a token more; None: the tokenizer can't now."""
         config = self._recipe.workers["decode"].engine_config.kv_cache_config
         try:
             self._prompt = canary.make_prompt(
@@ -172,7 +166,7 @@ class Canaries:
         return self._prompt
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return this round's (prefill, decode) pairs: each worker at least once, other pairings in the next round."""
+        """Return (prefill, decode) with each worker; the next round has others."""
         prefills = [name for name in self._recipe.replicas("prefill") if not self._is_down(name)] or [""]
         decodes = [name for name in self._recipe.replicas("decode") if not self._is_down(name)]
         if not decodes:
@@ -229,7 +223,6 @@ class Canaries:
             self._on_hung(name, f"{_MAX_SILENCES} canaries without an answer")
 
     def _is_anybody_busy(self) -> bool:
-        """Whether a worker makes steps for requests that it has."""
         now = self._series()
         return any(
             series.queued and (old := self._health[name].series) is not None and series.steps != old.steps
@@ -239,12 +232,12 @@ class Canaries:
 
 
 def _does_work(series: WorkerSeries | None, last: WorkerSeries | None, has_prefill: bool) -> bool:
-    """Whether a decode worker has since made steps for running requests, and imported KV where it should."""
+    """Whether a decode worker has since made steps, and imported KV where it should."""
     if series is None or last is None or not series.queued or series.steps == last.steps:
         return False
     return not has_prefill or series.imported > last.imported
 
 
 def _has_served(series: WorkerSeries | None, last: WorkerSeries | None, is_video: bool) -> bool:
-    """Whether a client's request has ended well since; videos' canaries are counted as requests."""
+    """Videos' canaries count as requests."""
     return series is not None and last is not None and series.served - last.served > is_video

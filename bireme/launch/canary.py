@@ -1,7 +1,7 @@
 """Tiny generations that prove a path through the deployment.
 
-Each has a cache_salt of its own, so that it finds and leaves no reusable KV. One that is refused, as a wrong request or
-because the deployment is busy, says nothing about what is broken, and takes nothing down.
+Each has a cache_salt of its own, so that it finds and leaves no KV. One that is refused says nothing about what is
+broken.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CanaryResult:
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """The result of prefill, transfer and decode; at most one of the two is at fault."""
+    """At most one of the two is at fault."""
 
     prefill: CanaryResult
     decode: CanaryResult | None  # None: it was not asked
@@ -58,7 +58,7 @@ class PairResult:
 
 @dataclass(frozen=True, slots=True)
 class CanaryPrompt:
-    """Plain text, so that no id means anything special to the model (a picture's place, an end)."""
+    """Plain text: no id means anything special to the model."""
 
     text: str
     input_ids: tuple[int, ...]
@@ -73,7 +73,7 @@ class CanaryPrompt:
 
 
 def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: float, key: str = "") -> CanaryPrompt:
-    """Return a prompt of `num_tokens`, by the deployment's tokenizer; its text may have more. Raises BiremeError."""
+    """Return `num_tokens`; the text may have more. Raises BiremeError."""
     text = _TEXT
     while True:
         answer = _ask(http_address, f"/v2/models/{tokenizer}/generate", {"text_input": text}, timeout_s)
@@ -94,7 +94,6 @@ def probe_decode(http_address: str, model: str, prompt: CanaryPrompt, timeout_s:
 
 
 def probe_pair(http_address: str, prefill: str, decode: str, prompt: CanaryPrompt, timeout_s: float) -> PairResult:
-    """Prefill with one worker, fetch its KV and go on with the other."""
     request_id = f"canary-{secrets.token_hex(8)}"
     values = {"input_ids": prompt.input_ids, **prompt.sampling()}
     first = _ask(http_address, f"/v2/models/{prefill}/generate", values | {"request_id": request_id}, timeout_s)
@@ -114,7 +113,6 @@ def probe_pair(http_address: str, prefill: str, decode: str, prompt: CanaryPromp
 
 
 def probe_text(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:
-    """Generate with a text pipeline: tokenizer, prefill, transfer and decode, as its router chooses."""
     values = {"text_input": prompt.text, **prompt.sampling()}
     return _ask(http_address, f"/v2/models/{model}/generate", values, timeout_s).result
 
@@ -122,7 +120,7 @@ def probe_text(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: f
 def probe_chat(
     http_address: str, model: str, prompt: CanaryPrompt, has_picture: bool, timeout_s: float
 ) -> CanaryResult:
-    """Chat; with a picture where the model takes one, so that the encoder takes part."""
+    """Chat; with a picture where the model takes one."""
     content: Any = prompt.text
     if has_picture:
         picture = {"type": "image_url", "image_url": {"url": _picture_url()}}
@@ -139,7 +137,7 @@ def probe_video(http_address: str, model: str, timeout_s: float) -> CanaryResult
 def probe_openai(
     address: str, model: str, key: str, prompt: CanaryPrompt, timeout_s: float, has_tls: bool = False
 ) -> CanaryResult:
-    """Complete through the OpenAI frontend. `key`: one that it takes from its launcher, where it asks for keys."""
+    """Complete through the OpenAI frontend. `key`: its launcher's."""
     request = {"model": model, "prompt": prompt.text, **prompt.openai_sampling()}
     return _ask(address, "/v1/completions", request, timeout_s, key, has_tls).result
 
@@ -192,7 +190,7 @@ def _ask(
 
 
 def _read(status: int, text: str) -> _CanaryAnswer:
-    """Errors in mid-stream come with status 200, as an event of their own."""
+    """Errors in mid-stream come with status 200, as an event."""
     values: dict[str, Any] = {}
     for line in text.splitlines():
         try:
@@ -206,7 +204,7 @@ def _read(status: int, text: str) -> _CanaryAnswer:
 
 
 def _failure(status: int, error: Any) -> CanaryResult:
-    """`error` is Triton's text, or OpenAI's object."""
+    """`error`: Triton's text, or OpenAI's object."""
     if isinstance(error, dict):
         text = str(error.get("message", error))
         is_wrong = status == http.client.BAD_REQUEST
@@ -224,7 +222,7 @@ def _failure(status: int, error: Any) -> CanaryResult:
 
 
 def _picture_url() -> str:
-    """Return a gray PNG as a data URL; its shade is random, so that no cache of embeddings knows it."""
+    """Return a gray PNG as a data URL; its random shade is in no cache of embeddings."""
     row = b"\0" + bytes([secrets.randbelow(256)]) * 3 * _PICTURE_SIDE
     header = struct.pack(">IIBBBBB", _PICTURE_SIDE, _PICTURE_SIDE, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(row * _PICTURE_SIDE)), (b"IEND", b""))

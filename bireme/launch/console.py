@@ -1,8 +1,7 @@
 """The log of a launch: its own events and tritonserver's lines, each with its source, as text or JSON.
 
-Logging never waits for the reader of the log (journald, `docker logs`, a pipe): lines are queued and one thread writes
-them. What does not fit behind a stopped reader is dropped and counted. Lines of tritonserver and of models that come by
-the hundred a second and differ only in their digits are counted, too, not passed on.
+Logging never waits for the log's reader: one thread writes a queue, and what does not fit is counted. So are
+tritonserver's lines that come by the hundred a second and differ only in digits.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _DIGITS = str.maketrans("", "", "0123456789")
 
 
 class Repeats:
-    """Lines that differ only in their digits, counted for a tick."""
+    """Lines that differ only in digits, counted for a tick."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -62,7 +61,7 @@ class Repeats:
         return self._counts[kind] > (1 if kind in self._floods else _MAX_ALIKE)
 
     def take(self) -> dict[str, int]:
-        """Return, once a tick, what was not passed on: line (less digits) -> count."""
+        """Return, once a tick, line (less digits) -> count not passed on."""
         if time.monotonic() - self._began_at < _TICK_S:
             return {}
         counts, self._counts, self._began_at = self._counts, Counter(), time.monotonic()
@@ -72,7 +71,7 @@ class Repeats:
 
 
 class Console:
-    """Thread-safe. At the end of the process the queue gets a moment to be written."""
+    """Thread-safe. At the process's end the queue gets a moment."""
 
     def __init__(
         self,
@@ -81,10 +80,7 @@ class Console:
         stream: TextIO | None = None,
         models_level: Level = "debug",
     ) -> None:
-        """`models_level` is a higher threshold for the lines of models and engines.
-
-        Without `stream` lines go to stderr, by a thread; a stream is written to at once.
-        """
+        """`models_level`: a higher one for lines of models and engines. `stream` (None: stderr) is written at once."""
         self._threshold = LEVELS.index(level)
         self._models_threshold = max(self._threshold, LEVELS.index(models_level))
         self._as_json = as_json
@@ -98,11 +94,11 @@ class Console:
         self._writer = GuardedThread("console", self._write_queued, self)
 
     def event(self, name: str, level: Level = "info", **fields: object) -> None:
-        """Log an event of the launcher's own: `name key=value ...`."""
+        """Log an event of the launcher's: `name key=value ...`."""
         self._write(level, "serve", name, fields)
 
     def triton_line(self, line: str) -> None:
-        """Pass on a line of tritonserver or of one of its models."""
+        """Pass on a line of tritonserver or a model."""
         with self._lock:
             self._tell_repeats()
             if self._repeats.is_one_too_many(line):
@@ -139,7 +135,7 @@ class Console:
                 self._start_writer()
 
     def flush(self, timeout_s: float = 2.0) -> None:
-        """Wait until the queue is written, if its reader takes it in time."""
+        """Wait until the queue is written, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         self._has_lines.set()
         while (self._queue or self._is_writing) and time.monotonic() < deadline:
@@ -153,7 +149,6 @@ class Console:
             self._writer.revive()
 
     def _write_queued(self) -> None:
-        """One turn of the writer, the only one that waits for the reader of the log."""
         self._has_lines.wait(_TICK_S)
         with self._lock:
             self._has_lines.clear()
@@ -184,7 +179,7 @@ class Console:
 
 
 def _write_all(data: bytes) -> None:
-    """Write to stderr, however long its reader takes. Below Python's stream, whose lock would hold up the exit."""
+    """Below Python's stream, whose lock would hold up the exit."""
     rest = memoryview(data)
     try:
         descriptor = sys.stderr.fileno()

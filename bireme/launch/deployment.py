@@ -3,8 +3,7 @@
     with Deployment(settings, console) as deployment:
         deployment.supervise()
 
-Ready means that every port answers, the OpenAI frontend's too. A server that dies is started again with back-off, in an
-emptied run folder; when it keeps dying, the deployment gives up.
+A server that dies is started again, in an emptied run folder; when it keeps dying, the deployment gives up.
 """
 
 from __future__ import annotations
@@ -140,10 +139,9 @@ class Deployment:
         return self._health.port
 
     def start(self) -> None:
-        """Check what is needed, start the server, load the models. Raises PreflightError, ServerStartError.
+        """Check, start the server, load. Raises PreflightError, ServerStartError.
 
-        A server that is killed by a signal meanwhile is started again, as it is later: 2.51 sometimes aborts in a load
-        on a very busy machine (a lock of its shared memory not had within ten seconds).
+        A server that a signal kills meanwhile is started again: 2.51 sometimes aborts in a load on a busy machine.
         """
         settings = self.settings
         self._installation = check_all(settings.recipe, self._listeners(), self._num_stubs, self.run_folder.path)
@@ -175,7 +173,7 @@ class Deployment:
         self._say_ready()
 
     def _listeners(self) -> dict[str, Listener]:
-        """Return the option of each port -> where it is listened on."""
+        """Return port option -> where it is listened on."""
         settings = self.settings
         hosts, ports = settings.hosts, settings.ports
         listeners = {
@@ -190,7 +188,7 @@ class Deployment:
         return listeners
 
     def supervise(self) -> bool:
-        """Keep the server alive until `request_stop`; return False when it kept dying."""
+        """Keep the server alive until `request_stop`; false: it kept dying."""
         while not self._stopping.is_set():
             if not self.server.wait(0.2):
                 self._revive_threads()
@@ -201,11 +199,11 @@ class Deployment:
         return True
 
     def request_stop(self) -> None:
-        """End `start` or `supervise` soon; from any thread, but not from within a signal handler."""
+        """End `start` or `supervise` soon; from any thread, but no signal handler."""
         self._stopping.set()
 
     def stop(self) -> None:
-        """Drain and end everything; remove the run folder. Harmless when called again."""
+        """Drain and end everything; remove the run folder. Harmless when repeated."""
         self._stopping.set()
         self._announce_end()
         if self._frontend is not None:
@@ -238,7 +236,7 @@ class Deployment:
         return self.settings.advertise or address(self.settings.hosts.grpc, self.settings.ports.grpc)
 
     def _announce_end(self) -> None:
-        """Have other servers send nothing new, and wait until they know. Own pipelines use the workers to the end."""
+        """Have other servers send nothing new, and wait until they know."""
         view = self._view
         if view is None or self._monitor is None or not self.server.is_running or not self.run_folder.path.exists():
             return
@@ -262,9 +260,9 @@ class Deployment:
         self._folder_problem = ""
 
     def _drain(self) -> float:
-        """Let running requests end; return how long the server's own end may take.
+        """Let requests end; return how long the server's end may take.
 
-        While models still load there is nothing to drain, and Triton would wait for the loads.
+        While models load there is nothing to drain, and Triton would wait for the loads.
         """
         monitor = self._monitor
         if monitor is None or not self.server.is_running:
@@ -278,7 +276,6 @@ class Deployment:
         return _EXIT_S if is_empty else _SHORT_STOP_S
 
     def kill(self) -> None:
-        """End at once, without `stop`'s waits."""
         if (frontend := self._frontend) is not None:
             frontend.kill()
         if self._server is not None:
@@ -301,7 +298,7 @@ class Deployment:
         self.stop()
 
     def _start_server(self) -> None:
-        """Start, load, watch. On failure nothing of the server is left. Raises ServerStartError."""
+        """Start, load, watch. Raises ServerStartError, and nothing of the server is left."""
         began = self._began_at = time.monotonic()
         link_models(self.run_folder.path / "models", self.settings.recipe, self.settings.checkout)
         server = Server(
@@ -323,7 +320,6 @@ class Deployment:
             self._watch(server)
 
     def _warn(self, server: Server) -> None:
-        """Say what this start leaves open that a user may not know of."""
         if server.shows_keys:
             self._console.event(
                 "keys_visible", "warning", pid=server.pid, remedy="allow ptrace (docs/security.md, Keys in arguments)"
@@ -377,7 +373,6 @@ class Deployment:
             watchdog.stop()
 
     def _say_ready(self) -> None:
-        """Log `ready` once it is so; until then start threads again, as `supervise` does."""
         while not self._stopping.is_set() and self.server.is_running and not self._ready()[0]:
             self._revive_threads()
             self._stopping.wait(_READY_LOOK_S)
@@ -395,7 +390,7 @@ class Deployment:
             self.threads.revive()
 
     def _restart(self) -> bool:
-        """Start another server; return False when it is time to give up."""
+        """Return false: it is time to give up."""
         self._console.event("server_died", "error", code=self.server.returncode, last_lines=self.server.tail(5))
         while not self._stopping.is_set():
             delay = self._backoff.next_s()
@@ -449,9 +444,9 @@ class Deployment:
 
 
 def deployment_key(recipe: Recipe) -> str:
-    """Return the key (hex) of a launch: BIREME_KEY, or that of the folder that all servers share, or a new one.
+    """Return a launch's key (hex): BIREME_KEY, else that of the shared folder, else a new one.
 
-    Raises ConfigError for several hosts or servers that have no way to share one.
+    Raises ConfigError for several hosts that have no key in common.
     """
     if recipe.discovery.is_shared:
         return shared_key(recipe.discovery).hex()
@@ -467,7 +462,7 @@ def deployment_key(recipe: Recipe) -> str:
 
 
 def advertised_address(host: str, grpc_port: int) -> str:
-    """Return host:port for other servers; `host` may have a port. One that means any becomes this host's name."""
+    """Return host:port for other servers; `host` may have a port, or mean every address."""
     if is_every_address(host):
         host = socket.gethostname()
     if host.count(":") == 1 or host.startswith("[") and "]:" in host:
@@ -476,10 +471,7 @@ def advertised_address(host: str, grpc_port: int) -> str:
 
 
 def thread_pool_size(num_stubs: int, limit: int | None = None) -> int:
-    """Return threads for each stub's backend pool: fewer than THREAD_POOL_SIZE where a container limits processes.
-
-    Idle threads cost little, but each counts against the limit; half of it is left to everything else.
-    """
+    """Return threads for each stub's pool, fewer than THREAD_POOL_SIZE where a container limits processes."""
     limit = _process_limit() if limit is None else limit
     return max(32, min(THREAD_POOL_SIZE, limit // 2 // max(num_stubs, 1)))
 

@@ -1,7 +1,4 @@
-"""The ports that a launch opened, and whether each still answers.
-
-A stopped process's port still takes connections, so each is asked for something light.
-"""
+"""The ports that a launch opened, and whether each still answers something: a stopped process takes connections."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Ask = Callable[[float], None]  # with a time limit in seconds; raises OSError or
 
 
 class Door:
-    """One port. `turn` every INTERVAL_S, on a thread of its own; the rest from any."""
+    """One port. `turn` every INTERVAL_S, on one thread."""
 
     def __init__(self, name: str, ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -46,7 +43,7 @@ class Door:
 
     @property
     def problem(self) -> str:
-        """Why nothing answers there; empty while it does."""
+        """Why nothing answers; empty while it does."""
         silent_s = self._clock() - self._answered_at
         if self._is_refused:
             return self._error
@@ -54,8 +51,6 @@ class Door:
 
 
 def ask_http(address: str, path: str, has_tls: bool = False) -> Ask:
-    """Return a question that any answer with status 200 satisfies."""
-
     def ask(timeout_s: float) -> None:
         get(address, path, timeout_s, has_tls)
 
@@ -63,16 +58,14 @@ def ask_http(address: str, path: str, has_tls: bool = False) -> Ask:
 
 
 def connect(address: str, timeout_s: float, has_tls: bool) -> http.client.HTTPConnection:
-    """Return a connection to a port of this launch, which is known by its address: its certificate is not looked at,
-    so that an expired one does not look like a process that hangs.
-    """
+    """Whatever its certificate: an expired one is no hang."""
     if not has_tls:
         return http.client.HTTPConnection(address, timeout=timeout_s)
     return http.client.HTTPSConnection(address, timeout=timeout_s, context=ssl._create_unverified_context())
 
 
 def get(address: str, path: str, timeout_s: float, has_tls: bool = False) -> bytes:
-    """Return the body of an answer with status 200. Raises OSError, HTTPException."""
+    """Raises OSError, HTTPException."""
     connection = connect(address, timeout_s, has_tls)
     try:
         connection.request("GET", path)

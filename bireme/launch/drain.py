@@ -1,9 +1,7 @@
 """The models of a server that is to end: new requests are refused, running ones end, then each model is unloaded.
 
-Only then Triton is told to exit. At SIGTERM it would at once refuse what a pipeline says to decode about a running
-stream, so a long stream of `generate` would be cut within seconds; and 2.51 goes on counting some requests that no
-model has (a malformed one on a gRPC stream that is then cancelled), for which its exit waits the whole timeout. So the
-stubs are asked whether anything runs.
+Only then Triton is told to exit: at SIGTERM it refuses what a pipeline says to decode about a running stream. 2.51 also
+counts requests that no model has; so the stubs are asked.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ def drain(
     console: Console,
     timeout_s: float,
 ) -> bool:
-    """Return whether nothing is loaded any more, so that Triton ends by itself."""
+    """Return whether all is unloaded, so that Triton ends by itself."""
     try:
         _unload(admin, pipelines)
         busy = _wait_idle(busy_models, timeout_s)
@@ -53,7 +51,7 @@ def _unload(admin: AdminClient, models: Sequence[str]) -> None:
 
 
 def _wait_idle(busy_models: Callable[[], Sequence[str]], timeout_s: float) -> Sequence[str]:
-    """Return the models that still have requests after `timeout_s`."""
+    """Return the models that have requests after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     num_idle = 0
     while True:

@@ -1,4 +1,4 @@
-"""The OpenAI frontend of a launch: a process of its own, started again when it dies, drained first at the end.
+"""The OpenAI frontend of a launch: a process that is started again when it dies, and drained first at the end.
 
 with deployment, FrontendProcess(settings, console):
     deployment.supervise()
@@ -54,7 +54,7 @@ class FrontendProcess:
     """Runs until `stop`; a context manager."""
 
     def __init__(self, settings: FrontendSettings, console: Console, threads: GuardedThreads | None = None) -> None:
-        """`threads`: those of the launch, which watches them."""
+        """`threads`: the launch's."""
         self._settings, self._console = settings, console
         self._threads = threads or GuardedThreads(console)
         self._keeper: GuardedThread | None = None
@@ -86,13 +86,13 @@ class FrontendProcess:
         return f"{'https' if self.has_tls else 'http'}://{self.address}/v1"
 
     def roles(self) -> dict[str, int]:
-        """Return role -> pid: frontend, and frontend1, ... where it has processes of its own."""
+        """Return role -> pid: frontend, and frontend1, ... of its own processes."""
         pids = [self.pid, *processes.descendants(self.pid)]
         return {f"frontend{number or ''}": pid for number, pid in enumerate(pids)}
 
     @property
     def problem(self) -> str:
-        """Why its port is not fully served; empty while it is."""
+        """Why its port is not fully served; empty: it is."""
         members = self._watch.problems()
         hanging = [problem for problem in members.values() if "has ended" not in problem]
         if hanging:  # its share of the connections hangs
@@ -102,16 +102,15 @@ class FrontendProcess:
         return self.door.problem
 
     def problems(self) -> dict[str, str]:
-        """Return role -> what is wrong with its process."""
         return self._watch.problems()
 
     def start(self) -> None:
-        """Start it and wait until it answers. Raises ConfigError when it ends instead."""
+        """Return when it answers. Raises ConfigError when it ends instead."""
         self.spawn()
         self.wait_ready()
 
     def spawn(self) -> None:
-        """Start it; `wait_ready` follows. Raises ConfigError."""
+        """`wait_ready` follows. Raises ConfigError."""
         try:
             self._process = self._spawn()
         except (OSError, RuntimeError) as error:
@@ -119,7 +118,7 @@ class FrontendProcess:
         self._began_at = time.monotonic()
 
     def wait_ready(self) -> None:
-        """Wait until it answers; from then on it is kept alive. Raises ConfigError when it ends instead."""
+        """As `start`; then it is kept alive."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while True:
             self.door.turn()
@@ -136,7 +135,7 @@ class FrontendProcess:
         self._caller = self._threads.start("frontend-door", self.door.turn, INTERVAL_S)
 
     def stop(self) -> None:
-        """Let running requests end, then end it. May be called again."""
+        """Let requests end, then end it. Harmless when repeated."""
         self._stopping.set()
         for thread in filter(None, (self._keeper, self._caller)):
             thread.stop()
@@ -150,7 +149,6 @@ class FrontendProcess:
         process.reap()
 
     def kill(self) -> None:
-        """End at once, without `stop`'s waits."""
         if self._process is not None:
             self._process.kill()
 
@@ -164,7 +162,7 @@ class FrontendProcess:
         self.stop()
 
     def _keep(self) -> None:
-        """One turn: start it again if it has ended, after a pause that doubles; check whether it hangs."""
+        """One turn: start it again after a pause; check whether it hangs."""
         assert self._process is not None
         now = time.monotonic()
         if (code := self._process.exit_code) is None:
@@ -218,7 +216,7 @@ class FrontendProcess:
 
 
 def check_frontend() -> None:
-    """Raise ConfigError when packages are missing that a frontend needs."""
+    """Raise ConfigError when packages are missing."""
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

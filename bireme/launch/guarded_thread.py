@@ -1,12 +1,10 @@
 """Threads of a launch that must not end: an error ends one turn, not the thread, and a dead thread is noticed.
 
-    threads = GuardedThreads(console)
-    poll = threads.start("health", self._poll, interval_s=1.0)
+    poll = GuardedThreads(console).start("health", self._poll, interval_s=1.0)
     ...
     poll.stop()
 
-An error is logged once a kind, then at each tenfold count of it, and when it is over. The supervisor of the launch
-calls `revive` now and then, and readiness reads `problems`.
+An error is logged once a kind, then at each tenfold count, and when it is over.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Turn = Callable[[], float | None]
 
 
 class ThreadLog(Protocol):
-    """What threads log to: a launch's Console."""
+    """A launch's Console."""
 
     def event(self, name: str, level: Literal["info", "error"] = "info", **fields: object) -> None: ...
 
@@ -31,7 +29,7 @@ class ThreadLog(Protocol):
 class GuardedThread:
     """Calls `turn` until `stop`, `interval_s` after the last one's end, or after the seconds that it returned.
 
-    A turn that waits does so on `stopping`, or for no longer than `stop` may take.
+    A turn waits on `stopping`, or no longer than `stop` may take.
     """
 
     def __init__(self, name: str, turn: Turn, log: ThreadLog, interval_s: float = 0.0) -> None:
@@ -44,24 +42,24 @@ class GuardedThread:
         self._thread = self._new_thread()
 
     def start(self) -> None:
-        """Raises RuntimeError when the system has no thread left."""
+        """Raises RuntimeError: the system has no thread left."""
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Wait for the current turn, at most `timeout_s`. Harmless when called again, or before `start`."""
+        """Wait at most `timeout_s` for the turn. Harmless when repeated, or before `start`."""
         self.stopping.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     @property
     def problem(self) -> str:
-        """Why this thread does not run; empty while it does, and after `stop`."""
+        """Why it does not run; empty while it does, and after `stop`."""
         if self.stopping.is_set() or self._thread.is_alive():
             return ""
         return f"thread {self.name} {'has ended' if self._thread.ident else 'was not started'}"
 
     def revive(self) -> None:
-        """Start it if it has not been, or again if it has died; called on one thread."""
+        """Of one thread."""
         if not self.problem:
             return
         has_run, thread = self._thread.ident is not None, self._new_thread()
@@ -102,14 +100,12 @@ class GuardedThread:
 
 
 class GuardedThreads:
-    """All threads of a launch, so that one place checks them."""
-
     def __init__(self, log: ThreadLog) -> None:
         self._log = log
         self._threads: list[GuardedThread] = []
 
     def start(self, name: str, turn: Turn, interval_s: float = 0.0) -> GuardedThread:
-        """Start another one. If the system has no thread left, `revive` starts it later."""
+        """Without a thread left in the system, `revive` starts it later."""
         thread = GuardedThread(name, turn, self._log, interval_s)
         self._threads = [*(other for other in self._threads if not other.stopping.is_set()), thread]
         try:
@@ -119,10 +115,9 @@ class GuardedThreads:
         return thread
 
     def problems(self) -> dict[str, str]:
-        """Return name -> what is wrong, of those that should run and do not."""
         return {thread.name: thread.problem for thread in self._threads if thread.problem}
 
     def revive(self) -> None:
-        """Start dead threads again. Raises RuntimeError when the system has no thread left."""
+        """Raises RuntimeError: the system has no thread left."""
         for thread in self._threads:
             thread.revive()

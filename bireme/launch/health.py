@@ -1,9 +1,7 @@
 """The truth about readiness: every port answers, every process lives, every path through the deployment serves.
 
-Triton itself calls a model READY whose stub has died, so load balancers should ask here instead. Checked are the ports
-that the launch opened (doors.py), signs of life of each process (process_watch.py), each worker's own series (engine
-up, steps made), and canaries through each worker, pipeline and the frontend (canaries.py). A process that hangs is
-killed here; its owner starts it again.
+Triton calls a model READY whose stub has died. Checked are ports (doors.py), signs of life (process_watch.py), workers'
+series, and canaries (canaries.py). A process that hangs is killed; its owner starts it again.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class WorkerHealth:
 
 
 class HealthMonitor:
-    """Watches one life of a server. `start` once all models are loaded, `stop` before the server's."""
+    """Of one life of a server. `start` once all models are loaded, `stop` before the server's."""
 
     def __init__(
         self,
@@ -108,15 +106,15 @@ class HealthMonitor:
             self._running.append(self._threads.start("canary", self._canaries.turn))
 
     def stop(self) -> None:
-        """Does not wait for a running canary: its server is about to end."""
+        """Does not wait for a running canary."""
         self._is_stopping = self._canaries.is_stopping = True
         for thread in self._running:
             thread.stop(timeout_s=0)
 
     def busy_models(self) -> list[str]:
-        """Return the models that have running requests, by their own stubs and engines.
+        """Return the models with running requests.
 
-        Most streams of decode are subscriptions of the token bus, even when idle: there the engine's count holds.
+        Of decode the engine's count holds: most streams are subscriptions of the token bus, even when idle.
         """
         try:
             series = worker_series(self._server.metrics_text())
@@ -131,7 +129,7 @@ class HealthMonitor:
         ]
 
     def report(self) -> dict[str, Any]:
-        """Return status (ready, degraded, not_ready), and door by door, worker by worker what is wrong, for JSON."""
+        """Return status (ready, degraded, not_ready), and what is wrong where."""
         wrong = self._watch.problems()
         problems = {name: self._worker_problem(name, wrong) for name in self._workers}
         models = {name: self._model_problem(name, wrong) for name in self._models}
@@ -167,13 +165,11 @@ class HealthMonitor:
         }
 
     def _model_problem(self, name: str, wrong: Mapping[str, str]) -> str:
-        """Return why a model's stub, or one of them, can't serve now; empty when all can."""
         if not self._watchdog.is_alive(name):
             return "stub is down"
         return next((f"stub: {wrong[stub]}" for stub in self._recipe.instances(name) if stub in wrong), "")
 
     def _worker_problem(self, name: str, wrong: Mapping[str, str]) -> str:
-        """Return why a worker can't serve now; empty when it can."""
         worker = self._workers[name]
         if problem := self._model_problem(name, wrong):
             return problem
@@ -191,7 +187,7 @@ class HealthMonitor:
         return self._canaries.problem(name)
 
     def _is_down(self, name: str) -> bool:
-        """Whether a model is known not to serve, whatever a canary may find."""
+        """Known without a canary."""
         if name == OPENAI:
             return self._frontend is None or bool(self._frontend.door.problem)
         if not self._server.is_running or not self._watchdog.is_alive(name):
@@ -199,7 +195,7 @@ class HealthMonitor:
         return name in self._workers and self._workers[name].engine_up is False
 
     def _status(self, problems: Mapping[str, str], has_lost_members: bool) -> str:
-        """Return the status while server, doors, paths and pipelines are well. `problems`: the workers'."""
+        """Return the status while all but workers is well. `problems`: the workers'."""
         if not self._server.is_running:
             return "not_ready"
         for stage in self._recipe.workers:
@@ -210,7 +206,7 @@ class HealthMonitor:
         return "degraded" if has_lost_members or is_unheard or any(problems.values()) else "ready"
 
     def _is_essential(self, stage: str) -> bool:
-        """Without prefill workers, decode does their work, unless the recipe forbids it or they encode pictures."""
+        """Decode does prefill's work, unless the recipe forbids it or prefill encodes pictures."""
         if stage != "prefill":
             return True
         looks_at_pictures = self._has_pictures and self._recipe.encoder_stage == stage
@@ -232,7 +228,7 @@ class HealthMonitor:
                 worker.take(self._series[name])
 
     def _find(self) -> dict[str, int]:
-        """Return name -> pid: the server, each stub, and what stubs have started."""
+        """Return name -> pid: the server, its stubs, and what they have started."""
         if not self._server.is_running:
             return {}
         folder = self._server.run_folder.path

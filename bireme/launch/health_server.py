@@ -1,7 +1,6 @@
 """A small HTTP endpoint for probes, apart from Triton's own, which calls a model ready whose stub has died.
 
-`/health/live`: the launcher runs and has not given up (if not, restart it). `/health/ready`: requests are
-served; the body says more, also when one of several workers is down ("degraded").
+`/health/live`: the launcher has not given up (else restart it). `/health/ready`: requests are served.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Report = Callable[[], tuple[bool, dict[str, Any]]]
 
 
 class HealthServer:
-    """Answers GET /health/live and /health/ready on a port of its own: 200 or 503, body JSON."""
+    """Answers 200 or 503, body JSON."""
 
     def __init__(self, host: str, port: int, live: Report, ready: Report) -> None:
         routes = {"/health/live": live, "/health/ready": ready, "/health": ready}
@@ -56,7 +55,7 @@ class _Listener(http.server.ThreadingHTTPServer):
             self.process_request_thread(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves before its answer is no error of ours."""
+        """A client that leaves early is no error."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -78,6 +77,6 @@ def _handler(routes: dict[str, Report]) -> type[http.server.BaseHTTPRequestHandl
             self.wfile.write(payload)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Probes come each second, too often for a line each."""
+            pass
 
     return Handler

@@ -1,10 +1,8 @@
 """Arguments of a program that no other user of this host can read.
 
-/proc/PID/cmdline is open to everybody, and tritonserver takes its keys as arguments alone. So it is started with
-something else in their place, and has them in its environment, which /proc shows to its own user only. The kernel holds
-the program at its first instruction (`own_process.py`, a program that traces its child); there the pointers of its
-arguments are turned to where the environment has them. What /proc shows is the bytes that were there at the start, so
-that no moment is left at which a key stands in them.
+/proc/PID/cmdline is open to everybody, and tritonserver takes its keys as arguments alone. So it is started with other
+ones, and the keys in its environment. The kernel holds it at its first instruction (`own_process.py`); there the
+pointers of its arguments are turned to its environment. /proc shows the bytes of the start: no key at any moment.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _START_STACK = 25
 
 
 class NotHiddenError(ConfigError):
-    """The kernel or the container forbids what hides arguments: tracing, or a look into a child's memory."""
+    """Kernel or container forbid tracing, or a look into a child's memory."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -41,10 +39,10 @@ class NotHiddenError(ConfigError):
 
 
 class HiddenArguments:
-    """A program's arguments, and which of them nobody may read."""
+    """A program's arguments, some of which nobody may read."""
 
     def __init__(self, arguments: Sequence[str], secret: Sequence[str]) -> None:
-        """`secret`: starts of the arguments (`--flag`) whose value is hidden."""
+        """`secret`: starts of the arguments (`--flag`) to hide."""
         self.shown: list[str] = []
         self.environment: dict[str, str] = {}
         self._names: list[str | None] = []  # of the variable that holds the argument
@@ -57,11 +55,10 @@ class HiddenArguments:
                 self.environment[name] = argument
 
     def hand_over(self, pid: int, program: Path) -> None:
-        """Give a child that was started to be held, with `shown` and `environment`, its arguments, and let it run.
+        """Give a held child, started with `shown` and `environment`, its arguments, and let it run.
 
-        Called by the thread that started it, and harmless when the child has ended before. Raises NotHiddenError, and
-        ConfigError when another program than `program` was started, a script's for instance: what it hands on is
-        nobody's secret any more.
+        On the thread that started it; harmless when it has ended. Raises NotHiddenError, and ConfigError when it is
+        not `program` that runs.
         """
         if not _wait_held(pid):
             return
@@ -79,7 +76,7 @@ class HiddenArguments:
 
 
 class _Stack:
-    """What the kernel hands a program: the number of arguments, their addresses, 0, those of the environment, 0."""
+    """The number of arguments, their addresses, 0, those of the environment, 0."""
 
     def __init__(self, memory: int, start: int) -> None:
         self._memory = memory
@@ -89,7 +86,7 @@ class _Stack:
         self._end = self._arguments + _WORD * num_arguments
 
     def redirect(self, names: Sequence[str | None]) -> None:
-        """Have the last arguments be those that the variables of these names hold, and nobody inherit these."""
+        """The last arguments become what these variables hold; nobody inherits them."""
         variables = self._read_variables()
         kept = next(address for name, address in variables if not name.startswith(_VARIABLE))
         for index, (variable, _) in enumerate(variables):
@@ -124,7 +121,7 @@ def _start_of_stack(pid: int) -> int:
 
 
 def _wait_held(pid: int) -> bool:
-    """Wait until the program has been loaded and has not begun; False: it has ended. Raises NotHiddenError."""
+    """False: it has ended. Raises NotHiddenError."""
     while True:
         state = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         assert state is not None

@@ -1,9 +1,9 @@
 """Where tritonserver is, and the environment in which it starts.
 
-Looked for in this order: BIREME_TRITONSERVER (a binary with `backends/` beside its `bin/`), PATH, /opt/tritonserver,
-the nvidia-pytriton wheel. The wheel's binaries are not made to run from site-packages, so a private folder gets a
-backend directory of three symlinks (symlinks, because the libraries' run path is relative to the real files) and one
-symlink to the libpython that the stub needs (one file, because its folder may hold an older libstdc++).
+In this order: BIREME_TRITONSERVER (a binary with `backends/` beside its `bin/`), PATH, /opt/tritonserver, the
+nvidia-pytriton wheel. The wheel can't run from site-packages: a private folder gets a backend directory of three
+symlinks (the libraries' run path is relative to the real files) and one to libpython (alone: its folder may hold an
+older libstdc++).
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _NEWER_FLAGS = {"--http-max-input-size": str(256 << 20)}
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """A tritonserver that was found."""
-
     binary: Path
     root: Path | None = None  # the wheel's tritonserver folder; None: an ordinary installation
 
@@ -45,7 +43,7 @@ class Installation:
 
 
 def find_installation(environment: Mapping[str, str] = os.environ) -> Installation:
-    """Return the tritonserver to run. Raises ConfigError with the places searched."""
+    """Raises ConfigError with the places searched."""
     named = environment.get("BIREME_TRITONSERVER")
     if named:
         if not os.access(named, os.X_OK) or Path(named).is_dir():
@@ -68,7 +66,7 @@ def find_installation(environment: Mapping[str, str] = os.environ) -> Installati
 
 
 def _installation_of(binary: Path) -> Installation:
-    """A wheel's binary has stubs for several Pythons beside it, an ordinary server has not."""
+    """A wheel's binary has stubs for several Pythons beside it."""
     root = binary.parent.parent
     return Installation(binary, root if (root / "python_backend_stubs").is_dir() else None)
 
@@ -94,7 +92,7 @@ class PreparedStart:
 
 
 def prepare(installation: Installation, folder: Path, environment: Mapping[str, str]) -> PreparedStart:
-    """Make the private folders that the installation needs in `folder`. Raises ConfigError without libpython."""
+    """Fill `folder`. Raises ConfigError without libpython."""
     if installation.root is None:
         return _prepare_ordinary(installation, environment)
     return _prepare_wheel(installation, installation.root, folder, environment)
@@ -127,9 +125,9 @@ def _prepare_wheel(
 
 
 def _venv_first(environment: Mapping[str, str]) -> dict[str, str]:
-    """The stub takes its packages from the first `python3` on PATH; PYTHONHOME would override that.
+    """PATH's first `python3` has the stub's packages, unless PYTHONHOME overrides that.
 
-    And AIP_MODE, of Vertex AI, would have the server open a further port, which knows no restrictions.
+    With AIP_MODE (Vertex AI) the server would open a port without restrictions.
     """
     result = dict(environment)
     for name in ("PYTHONHOME", "AIP_MODE"):
@@ -145,7 +143,7 @@ def _link(link: Path, target: Path) -> None:
 
 
 def find_libpython(version: str) -> Path:
-    """Return libpythonX.Y.so.1.0 of this interpreter. Raises ConfigError with the package that holds it."""
+    """Return libpythonX.Y.so.1.0. Raises ConfigError."""
     name = f"libpython{version}.so.1.0"
     for folder in _library_folders():
         if (folder / name).is_file():
@@ -166,7 +164,7 @@ def _library_folders() -> list[Path]:
 
 
 def missing_libraries(prepared: PreparedStart) -> list[str]:
-    """Return what the stub's dynamic linker can't find: a stub that can't start leaves the server waiting."""
+    """Return what the stub's linker can't find: the server would wait for it."""
     if prepared.stub is None or shutil.which("ldd") is None:
         return []
     listing = subprocess.run(
@@ -176,7 +174,7 @@ def missing_libraries(prepared: PreparedStart) -> list[str]:
 
 
 def newer_flags(installation: Installation, prepared: PreparedStart, allow_client_shm: bool = False) -> tuple[str, ...]:
-    """Return the flags that the wheel's 2.51 does not know and later servers need; `--help` lists them."""
+    """Return flags that the wheel's 2.51 lacks and later servers need."""
     if installation.is_wheel:
         return ()
     listing = subprocess.run(

@@ -1,7 +1,6 @@
 """The load of models side by side, and their stubs meanwhile, for which Triton 2.51 may wait for ever.
 
-One is killed as soon as it is there, and Triton does not notice. Or one gets no CPU for a second while it starts:
-Triton gives it up then, and waits for its end, while the stub gets well and waits for requests.
+It does not notice one that is killed at once. One that gets no CPU for a second it gives up, and waits for its end.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ GIVEN_UP = "tritonserver does not see that its stub has started"
 
 
 class LoadingStubs:
-    """Looked at while a server loads models."""
-
     def __init__(self, server_pid: int, models: Mapping[str, str], pulse_prefix: str) -> None:
-        """`models`: of each stub's name. The server's children of now are none of the loads."""
+        """`models`: of each stub's name. Children of now are none of the loads."""
         self._server_pid = server_pid
         self._models = models
         self._pulse_prefix = pulse_prefix
@@ -42,16 +39,16 @@ class LoadingStubs:
         self.given_up: set[str] = set()  # models whose stubs were ended
 
     def is_one_lost(self, loading: Collection[str], now: float) -> bool:
-        """Return whether a stub, which may be one of the models that are still loaded, has been dead for long."""
+        """Return whether a stub of these models has been dead for long."""
         dead = [pid for pid in self._children() if self._seen.get(pid) in (None, *loading)]
         dead = [pid for pid in dead if processes.state(pid) == "Z"]
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
         return any(now - since >= _UNNOTICED_S for since in self._dead_since.values())
 
     def end_given_up(self, loading: Collection[str], now: float) -> list[str]:
-        """End the stubs of models whose load goes on although all of them started long ago; return these models.
+        """End the stubs of models whose load goes on long after all have started.
 
-        Their loads fail then, and can be tried again.
+        Return the models; they can be loaded again.
         """
         alive = self._alive(loading)
         started = [model for model, pids in alive.items() if all(map(self._has_started, pids))]
@@ -63,7 +60,6 @@ class LoadingStubs:
         return given_up
 
     def _alive(self, loading: Collection[str]) -> dict[str, list[int]]:
-        """Return model -> its stubs."""
         alive: dict[str, list[int]] = {}
         for pid in self._children():
             if (model := self._seen.get(pid)) in loading and processes.state(pid) != "Z":
@@ -78,14 +74,14 @@ class LoadingStubs:
         return children
 
     def _has_started(self, pid: int) -> bool:
-        """Whether its stage runs: then it has a pulse."""
+        """Its stage has a pulse."""
         return pulse_path(self._pulse_prefix, pid).exists()
 
 
 def load_models(
     server: Server, models: Collection[str], owners: Mapping[str, str], console: Console, stopping: threading.Event
 ) -> None:
-    """Load models side by side, unless `stopping` is set. Raises ServerStartError with each one's reason.
+    """Return when all are loaded or `stopping` is set. Raises ServerStartError with each model's reason.
 
     `owners`: the model of each stub's name.
     """

@@ -1,4 +1,4 @@
-"""The memory service of a launch: a process of its own, which outlives tritonserver and is started again if it dies."""
+"""The memory service of a launch: a process that outlives tritonserver and is started again if it dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEADY_S = 60.0  # after so long a life the pause is short again
 
 
 class MemoryProcess:
-    """Runs until `stop`. Engines serve without it, with weights of their own."""
+    """Runs until `stop`. Engines serve without it, too."""
 
     def __init__(self, run_dir: Path, key: str, console: Console, threads: GuardedThreads) -> None:
         self._run_dir, self._key = run_dir, key
@@ -36,7 +36,7 @@ class MemoryProcess:
         return self._process.pid if self._process is not None and self._process.exit_code is None else 0
 
     def start(self) -> None:
-        """Start it and wait until engines can ask it; from then on it is kept alive. It is no condition of serving."""
+        """Wait until engines can ask it; then it is kept alive."""
         self._keeper = self._threads.start("memory-service", self._keep, _LOOK_S)
         deadline = time.monotonic() + _START_S
         while not socket_path(self._run_dir).exists() and time.monotonic() < deadline:
@@ -45,14 +45,13 @@ class MemoryProcess:
             self._console.event("memory_service_late", "warning", waited_s=_START_S)
 
     def stop(self) -> None:
-        """End it; weights that no engine has mapped are freed. May be called again."""
+        """Frees weights that no engine has mapped. Harmless when repeated."""
         if self._keeper is not None:
             self._keeper.stop()
         if self._process is not None:
             self._process.reap()
 
     def _keep(self) -> None:
-        """One turn: start it if it has not been or has ended, after a pause that doubles."""
         now = time.monotonic()
         if self.pid:
             return

@@ -1,7 +1,6 @@
 """Triton's configuration of a Python model, written out whole.
 
-What a config.pbtxt leaves out, Triton asks the model for (auto_complete_config), in a stub of its own that it starts
-before the real one: about a second a model, on 2.51 one model after the other.
+What a config.pbtxt leaves out, Triton asks a stub for that it starts before the real one: a second a model.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ _ENSEMBLE = re.compile(r'^\s*platform\s*:\s*"ensemble"', re.MULTILINE)
 
 
 def whole_config(text: str, spec: ModelSpec, num_instances: int = 1) -> str:
-    """Return a config.pbtxt with the contents of `spec`, without them where `text` has some already.
-
-    `num_instances` above 1 replaces the text's own count.
-    """
+    """Return `text` with the contents of `spec` that it lacks. `num_instances` above 1 replaces its count."""
     if num_instances > 1:
         text = _COUNT.sub(rf"\g<1>{num_instances}", text)
     if _KEY.search(text):

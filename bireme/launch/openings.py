@@ -1,4 +1,4 @@
-"""What a launch opens to other hosts is asked for by name: Triton's ports know no keys, no limits and no tenants."""
+"""What a launch opens to other hosts is asked for by name: Triton's ports know no keys, limits or tenants."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SOUND_TRITON = (2, 71)  # 26.07: holes of older ones are public
 
 
 def check_openings(hosts: Hosts, recipe: Recipe, *, has_keys: bool, advertise: str = "") -> None:
-    """Raise ConfigError where an opening contradicts the keys or the discovery of the launch.
+    """Raise ConfigError where an opening contradicts the launch's keys or discovery.
 
-    `has_keys`: the OpenAI port asks for keys, and nobody has said that Triton's need none.
+    `has_keys`: the OpenAI port asks for keys, and Triton's were not said to need none.
     """
     has_tls = bool(recipe.grpc_tls.certificate)
     open_ports = [f"{name} ({host})" for name, host in hosts.opened.items() if not (name == "grpc" and has_tls)]
@@ -44,7 +44,7 @@ def _check_discovery(hosts: Hosts, recipe: Recipe, *, has_tls: bool, advertise: 
 
 
 def warn_of_old_triton(hosts: Hosts, version: str, console: Console) -> None:
-    """Say so where other hosts reach a tritonserver whose holes are public; `version`: as it tells it, 2.51.0."""
+    """`version`: 2.51.0."""
     is_old = tuple(map(int, re.findall(r"\d+", version)[:2])) < _SOUND_TRITON
     if is_old and (opened := hosts.opened):
         console.event(
@@ -54,6 +54,6 @@ def warn_of_old_triton(hosts: Hosts, version: str, console: Console) -> None:
 
 
 def _has_own_etcd(recipe: Recipe) -> bool:
-    """Whether the store is of this machine: a folder for all that is known, or an etcd on loopback."""
+    """Whether the store is of this machine, as far as is known of a folder."""
     endpoints = (urlsplit(endpoint).hostname or "" for endpoint in recipe.discovery.endpoints)
     return recipe.discovery.backend != "etcd" or any(map(is_loopback, endpoints))

@@ -16,10 +16,9 @@ from bireme.recipe_files import deep_merge
 
 
 def add_settings(override: str, settings: Sequence[str]) -> str:
-    """Return the override's JSON with KEY=VALUE settings merged over it, in their order.
+    """Return the override's JSON with KEY=VALUE settings merged over it, in their order. Raises ConfigError.
 
-    A key is dotted from the top of recipe.yaml; a value is YAML, so `[0, 1]` is a list and `null` is nothing. Raises
-    ConfigError.
+    A key is dotted from the top of recipe.yaml; a value is YAML: `[0, 1]` is a list, `null` nothing.
     """
     if not settings:
         return override

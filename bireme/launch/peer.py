@@ -1,6 +1,6 @@
 """Who is at the other end of a TCP connection to this host: no secret goes to a process of another user.
 
-A port is free while its process starts again, and any user may listen there then.
+While a port's process starts again, any user may listen there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ class NotOursError(Exception):
 
 
 def check_ours(link: socket.socket, timeout_s: float) -> None:
-    """Return once a process of this user has accepted the connection.
-
-    Raises NotOursError when it is another user's, TimeoutError when nobody has in time, OSError.
-    """
+    """Return once this user's process has accepted. Raises NotOursError, TimeoutError (nobody has), OSError."""
     here, there = link.getsockname(), link.getpeername()
     rows = [f" {far} {near} " for far, near in zip(_names(*there[:2]), _names(*here[:2]), strict=True)]
     deadline = time.monotonic() + timeout_s
@@ -38,7 +35,7 @@ def check_ours(link: socket.socket, timeout_s: float) -> None:
 
 
 def _owner(rows: list[str]) -> int | None:
-    """Return the user whose socket the far end is; None: it is not accepted yet."""
+    """None: not accepted yet."""
     for table in _TABLES:
         try:
             text = table.read_text()
@@ -56,7 +53,7 @@ def _owner(rows: list[str]) -> int | None:
 
 
 def _names(host: str, port: int) -> list[str]:
-    """Return how the kernel's tables write an end: words in its own byte order; of IPv4 also as a socket of IPv6."""
+    """Return how the kernel's tables write an end: words in its byte order, IPv4 also as IPv6."""
     packed = ipaddress.ip_address(host.partition("%")[0]).packed
     forms = [packed, _MAPPED + packed] if len(packed) == 4 else [packed, packed]
     return [f"{_words(form)}:{port:04X}" for form in forms]

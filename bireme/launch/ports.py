@@ -1,4 +1,4 @@
-"""The ports of one tritonserver, how to find free ones, and on which hosts to listen."""
+"""The ports of one tritonserver, free ones, and the hosts to listen on."""
 
 from __future__ import annotations
 
@@ -27,36 +27,30 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Where one tritonserver listens."""
-
     http: str = LOOPBACK
     grpc: str = LOOPBACK
     metrics: str = LOOPBACK
 
     @property
     def opened(self) -> dict[str, str]:
-        """Return port -> host of those for requests that other hosts can reach."""
+        """Return port -> host of those that other hosts can reach."""
         named = {"http": self.http, "grpc": self.grpc}
         return {name: host for name, host in named.items() if not is_loopback(host)}
 
 
 class Listener(NamedTuple):
-    """Where a port is listened on, and the option that says so."""
-
     host_option: str
     host: str
     port: int
 
 
 def free_ports() -> Ports:
-    """Return three of `free_port`. Raises OSError."""
+    """Raises OSError."""
     return Ports(free_port(), free_port(), free_port())
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now, and that is returned once: also to no other process while this one
-    lives, as it may be long until somebody listens. Raises OSError when no more are left.
-    """
+    """Return a port on which nobody listens; no process gets it again while this one lives. Raises OSError."""
     with _lock:
         while True:
             while _unused:
@@ -66,7 +60,7 @@ def free_port() -> int:
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Return whether nobody has `host:port` now. Raises OSError when it can't be bound for another reason."""
+    """Raises OSError when it can't be bound for another reason than its use."""
     family, address = resolve(host, port)
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,7 +74,7 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """Return the family and the socket address to listen on; a name's IPv4 address if it has one. Raises OSError."""
+    """Return family and socket address; of a name IPv4 if it has one. Raises OSError."""
     try:
         found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError as error:  # it can't be a name
@@ -90,7 +84,7 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens on `host`; not known of a name that nobody knows."""
+    """False for a name that can't be resolved."""
     try:
         _, (ip, *_) = resolve(host, 0)
     except OSError:
@@ -99,7 +93,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_every_address(host: str) -> bool:
-    """Also in its other spellings, such as 0."""
+    """Also in other spellings, such as 0."""
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except OSError:  # a name
@@ -108,7 +102,7 @@ def is_every_address(host: str) -> bool:
 
 
 def host_in(host: str) -> str:
-    """Return this machine's address in a network (10.1.0.0/16); other hosts as they are. Raises ConfigError."""
+    """Return this machine's address in a network (10.1.0.0/16), or the host. Raises ConfigError."""
     if "/" not in host:
         return host
     try:
@@ -127,14 +121,14 @@ def host_in(host: str) -> str:
 
 
 def own_host(host: str) -> str:
-    """Return by which host programs on this machine reach what listens on `host`; servers on :: may be IPv6 alone."""
+    """Return how this machine reaches what listens on `host`."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def listen_flags(hosts: Hosts) -> tuple[str, ...]:
     """Return tritonserver's flags. Raises OSError.
 
-    Its HTTP server takes a name for 255.255.255.255, and has a form of its own for IPv6.
+    Its HTTP server takes names for 255.255.255.255 and writes IPv6 in its own form.
     """
     http, grpc, metrics = _forms(hosts.http)[0], _forms(hosts.grpc)[1], _forms(hosts.metrics)[0]
     return f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={metrics}"

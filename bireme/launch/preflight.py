@@ -1,6 +1,6 @@
 """What a launch needs, checked before it begins: each missing thing is one message with its remedy.
 
-Checks return messages instead of raising, so that all of them show at once.
+Checks return messages, so that all show at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:
 
 
 class PreflightError(ConfigError):
-    """Something that the launch needs is missing; one message a line."""
+    """One message a line."""
 
 
 def check_all(
@@ -57,7 +57,7 @@ def check_all(
     run_folder: Path,
     environment: Mapping[str, str] = os.environ,
 ) -> Installation:
-    """Return the tritonserver to run. Raises PreflightError with everything that is missing."""
+    """Return the tritonserver to run. Raises PreflightError."""
     problems = [*check_python(), *check_platform(), *check_engines(recipe, environment)]
     problems += check_arguments(recipe)
     problems += check_model(recipe)
@@ -92,7 +92,7 @@ def check_platform(platform: str = sys.platform) -> list[str]:
 
 
 def check_installation(installation: Installation) -> list[str]:
-    """The wheel's tritonserver needs libraries; an ordinary installation brings them along."""
+    """The wheel's tritonserver needs libraries."""
     if not installation.is_wheel:
         return []
     problems = check_numpy(_version_of("numpy"))
@@ -122,7 +122,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The engines' packages, looked up without importing them, where the engine processes will look."""
+    """Packages are looked up where the engines will, and not imported."""
     problems: dict[str, None] = {}  # two workers of one engine miss the same
     for stage, entry in sorted(recipe.workers.items()):
         needs = [(f"engine {entry.engine}", entry.kind.modules, entry.kind.remedy)]
@@ -140,7 +140,7 @@ def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -
 
 
 def _missing(modules: tuple[str, ...], environment: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
-    """Return those that the engine's python lacks: this one, unless a variable changes that. Raises ConfigError."""
+    """Return those that the engines' python lacks. Raises ConfigError."""
     whole = {**environment, **own}
     if PYTHON_VARIABLE not in whole and "PYTHONPATH" not in own:
         return [module for module in modules if importlib.util.find_spec(module) is None]
@@ -156,9 +156,9 @@ def _missing(modules: tuple[str, ...], environment: Mapping[str, str], own: Mapp
 
 
 def check_arguments(recipe: Recipe) -> list[str]:
-    """What TensorRT-LLM would refuse in its workers' YAMLs, minutes into a large model's load.
+    """What TensorRT-LLM would refuse in its YAMLs, minutes into a load.
 
-    A key or word that the contract does not list is a warning: the installed release, which is not known here, decides.
+    What the contract does not list is a warning: the installed release decides.
     """
     found = errors(pair_rules.check_recipe(recipe))
     for problem in found:
@@ -215,10 +215,9 @@ def _check_model_folder(folder: Path, needs_weights: bool) -> list[str]:
 
 
 def unkept_code(recipe: Recipe, environment: Mapping[str, str] = os.environ, package: Path = KV) -> str:
-    """Return why code for routing by KV is compiled anew at each start; "": it is kept, or none is needed.
+    """Return why routing's compiled code is made anew at each start; "": it is kept, or not needed.
 
-    numba takes the first of these places that it can write, and reads no other: an image's own can't be used where the
-    container is read-only.
+    numba takes the first of these places that it can write.
     """
     if not recipe.has_kv_routing or importlib.util.find_spec("numba") is None:
         return ""
@@ -239,7 +238,6 @@ def _is_writable(folder: Path) -> bool:
 
 
 def needed_shm_mib(recipe: Recipe, num_stubs: int) -> int:
-    """Return what must be free in /dev/shm at the start."""
     transfers = len(recipe.replicas("prefill")) * _SHM_MIB_TRANSFER
     return num_stubs * _SHM_MIB_PER_STUB + transfers + _SHM_MIB_SPARE
 
@@ -280,7 +278,7 @@ def check_socket_paths(folder: Path) -> list[str]:
 
 
 def check_ports(listeners: Mapping[str, Listener]) -> list[str]:
-    """`listeners` has the options of ports, as in {"--http-port": Listener("--triton-host", "127.0.0.1", 8000)}."""
+    """`listeners`: as in {"--http-port": Listener("--triton-host", "127.0.0.1", 8000)}."""
     wrong: dict[str, list[str]] = {}
     for host_option, host, _ in listeners.values():
         if host not in wrong:
@@ -297,7 +295,6 @@ def check_ports(listeners: Mapping[str, Listener]) -> list[str]:
 
 
 def check_host(option: str, host: str) -> list[str]:
-    """Whether any port of it can be listened on."""
     try:
         is_free(0, host)
     except OSError as error:
@@ -325,7 +322,7 @@ def _holder(port: int) -> str:
 
 
 def port_holders(port: int) -> Iterator[int]:
-    """Yield the processes that listen on `port`, as far as this user may see them."""
+    """Yield those that this user may see."""
     wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     if not wanted:
         return

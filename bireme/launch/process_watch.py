@@ -1,7 +1,6 @@
-"""Watches the processes of a launch for signs of life, and kills those that hang: their owners start them again.
+"""Watches a launch's processes for signs of life, and kills those that hang (vital_signs.py).
 
-Each process has its own sign: its pulse (discovery/pulse.py), or the answers that it gives. A process without either is
-killed only when it is stopped. vital_signs.py defines hung.
+A sign is a pulse (discovery/pulse.py), or answers. A process without either is killed only when it is stopped.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ProcessWatch:
     """`turn` every LOOK_S, on one thread; `problems` from any."""
 
     def __init__(self, find: Find, end: End, pulse_prefix: str, stall_s: float) -> None:
-        """`end` kills a process that hangs; it is called again, a moment later, while the process still hangs."""
+        """`end` kills a process that hangs; called again while it still does."""
         self._find, self._end = find, end
         self._pulse_prefix, self._stall_s = pulse_prefix, stall_s
         self._watched: dict[str, _Watched] = {}
@@ -44,7 +43,7 @@ class ProcessWatch:
         self._signs: dict[str, Callable[[], int]] = {}
 
     def take_sign(self, name: str, sign: Callable[[], int]) -> None:
-        """A sign of `name` in place of a pulse: a number that grows with each answer."""
+        """In place of a pulse: a number that grows with each answer."""
         self._signs[name] = sign
 
     def turn(self) -> None:
@@ -61,7 +60,7 @@ class ProcessWatch:
         return len(self._watched)
 
     def problems(self) -> dict[str, str]:
-        """Return name -> what is wrong now. Where /proc can't be read, nothing is known to be wrong."""
+        """None while /proc can't be read."""
         return {name: problem for name, one in list(self._watched.items()) if (problem := _problem(one))}
 
     def close(self) -> None:

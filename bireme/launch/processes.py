@@ -1,7 +1,6 @@
 """Process trees on Linux, from /proc: what runs below a server, and how to end all of it.
 
-Only "no such file" and "no such process" mean that a process is gone. Any other failure to look (no descriptor left, no
-memory) is raised as its OSError and is no death.
+Only "no such file" and "no such process" mean that a process is gone; other failures to look are raised as OSError.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def all_pids() -> list[int]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a process; empty when it is gone, or a zombie."""
+    """Empty when it is gone, or a zombie."""
     try:
         return (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except _GONE:
@@ -36,7 +35,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def environment(pid: int) -> list[str]:
-    """Return NAME=value as the process was started with. Raises PermissionError for another user's."""
+    """Return NAME=value as of its start. Raises PermissionError for another user's."""
     try:
         return (_PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")[:-1]
     except _GONE:
@@ -44,24 +43,23 @@ def environment(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
+    """A zombie is not."""
     return state(pid) not in ("", "Z", "X")
 
 
 def state(pid: int) -> str:
-    """Return the kernel's letter (R, S, T, Z, ...); empty when there is no such process."""
+    """Return the kernel's letter (R, S, T, Z, ...); empty: no such process."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def started_at(pid: int) -> int | None:
-    """Return the start time in clock ticks, which with the pid identifies a process; None: no such process."""
+    """Return the start in clock ticks, with the pid an identity; None: no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def cpu_ticks(pid: int) -> int:
-    """Return the CPU time of all its threads so far, in clock ticks."""
     fields = _stat(pid)
     return int(fields[11]) + int(fields[12]) if fields else 0
 
@@ -91,17 +89,14 @@ def _listing(folder: Path) -> list[Path]:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield every process below `pid`, parents first."""
+    """Parents first."""
     for child in children(pid):
         yield child
         yield from descendants(child)
 
 
 def stubs(server_pid: int) -> dict[str, list[int]]:
-    """Return name -> stub processes of a tritonserver, without those that only complete a configuration.
-
-    More than one: a former one still ends.
-    """
+    """Return name -> a tritonserver's stubs, less those that complete a configuration; a former one may still end."""
     found: dict[str, list[int]] = {}
     for pid in children(server_pid):
         name = stub_name(command_line(pid))
@@ -111,10 +106,10 @@ def stubs(server_pid: int) -> dict[str, list[int]]:
 
 
 def stub_name(arguments: list[str]) -> str | None:
-    """Return the stub's name out of its command line; None: it is no instance of a model.
+    """Return a stub's name; None: it is no instance of a model.
 
-    .../decode/1/model.py ... decode_0_0 -> decode; generate_0_1, the second instance of generate -> generate_1. The
-    stub that completes a model's configuration before its load has the bare model name instead.
+    .../decode/1/model.py ... decode_0_0 -> decode; generate_0_1, the second instance -> generate_1. Who completes a
+    configuration has the bare model name there.
     """
     if not arguments or not arguments[0].endswith(_STUB):
         return None
@@ -124,15 +119,12 @@ def stub_name(arguments: list[str]) -> str | None:
 
 
 def engines(stub_pid: int) -> list[int]:
-    """Return the engine processes of a stub, or of a broker: one, none while it is down."""
+    """Of a stub or broker; none while it is down."""
     return [pid for pid in children(stub_pid) if is_engine(pid) and is_alive(pid)]
 
 
 def broker(run_dir: Path, worker: str) -> int | None:
-    """Return the process that shares a worker's engine among its stubs; it is a child of none that must still live.
-
-    None: it has not written its process id yet, or has ended.
-    """
+    """Return the process that shares a worker's engine; None: none yet, or it has ended."""
     try:
         pid = int(lock_path(run_dir, worker).read_text().strip() or 0)
     except (FileNotFoundError, ValueError):
@@ -141,7 +133,7 @@ def broker(run_dir: Path, worker: str) -> int | None:
 
 
 def is_engine(pid: int) -> bool:
-    """Return whether it runs an engine; one that waits to (`supervisor.standby`) does not yet."""
+    """A standby (`supervisor.standby`) is none yet."""
     arguments = command_line(pid)
     if not any(_ENGINE in part for part in arguments):
         return False
@@ -156,12 +148,12 @@ def _name(pid: int) -> str:
 
 
 def survivors(members: Iterable[tuple[int, int | None]]) -> list[int]:
-    """Return those of (pid, start time) that are alive and still the same process."""
+    """Return which (pid, start time) are alive."""
     return [pid for pid, start in members if start is not None and started_at(pid) == start and is_alive(pid)]
 
 
 def kill_all(members: Iterable[tuple[int, int | None]]) -> list[int]:
-    """SIGKILL each (pid, start time) that still is the same process; return those that were there."""
+    """SIGKILL each (pid, start time) that is the same process; return those."""
     killed = []
     for pid in survivors(members):
         try:
@@ -173,7 +165,6 @@ def kill_all(members: Iterable[tuple[int, int | None]]) -> list[int]:
 
 
 def wait_gone(pids: Iterable[int], timeout_s: float) -> bool:
-    """Wait until none of the processes is alive; return whether that happened in time."""
     deadline = time.monotonic() + timeout_s
     left = [pid for pid in pids if is_alive(pid)]
     while left and time.monotonic() < deadline:

@@ -12,7 +12,7 @@ from bireme.errors import ConfigError
 
 
 def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engine: EngineName = "torch") -> Path:
-    """Write recipe.yaml for a model into `folder`/<the model's name> and return that folder. Raises ConfigError."""
+    """Write `folder`/<the model's name>/recipe.yaml; return its folder. Raises ConfigError."""
     path = Path(model)
     if path.is_dir():
         model = str(path.resolve())

@@ -1,6 +1,6 @@
-"""Everything that is wrong with a recipe, found without an engine, a GPU or the model: file, line, key, value, remedy.
+"""Everything that is wrong with a recipe, found without an engine, a GPU or the model.
 
-One run reports all: what a loader would stop at is noted and taken out, and the rest is read on.
+One run reports all: what a loader stops at is noted and taken out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_FINDINGS = 200  # of one recipe: a file that is all wrong needs no longer 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. `key` is dotted from the top of recipe.yaml; "" is the file as a whole."""
+    """`key` is dotted from the top of recipe.yaml; "": the file as a whole."""
 
     file: str
     line: int
@@ -49,7 +49,7 @@ class Finding:
 
 
 def check_folder(folder: Path) -> list[Finding]:
-    """Return what is wrong with the recipe in `folder`, in the order of its files; [] when it can be served."""
+    """Return findings in the order of the recipe's files."""
     try:
         source = _read_sources(folder)
         tree = recipe_tree(folder, "")
@@ -85,7 +85,7 @@ def _check_rules(recipe: Recipe, tree: dict[str, Any], source: YamlSource, folde
 
 
 def _make(folder: Path, tree: dict[str, Any], source: YamlSource) -> tuple[Recipe | None, list[Finding]]:
-    """Make the recipe; each error is noted and its key taken out, until it can be made or nothing helps."""
+    """Note each error and take its key out, until it can be made or nothing helps."""
     found: list[Finding] = []
     while len(found) < _MOST_FINDINGS:
         try:
@@ -109,7 +109,6 @@ def _split_message(text: str, folder: Path) -> tuple[Keys, str]:
 
 
 def _take_out(tree: Any, keys: Keys) -> bool:
-    """Remove the key; return whether there was one."""
     *blocks, name = keys
     for block in blocks:
         tree = tree.get(block) if isinstance(tree, dict) else None
@@ -117,7 +116,6 @@ def _take_out(tree: Any, keys: Keys) -> bool:
 
 
 def _from_text(text: str, keys: Keys, tree: Any, source: YamlSource) -> Finding:
-    """Cut a message of the loaders into its parts: key, value, reason, remedy."""
     value = tree
     for name in keys:
         value = value.get(name, NOTHING) if isinstance(value, dict) else NOTHING
@@ -128,7 +126,7 @@ def _from_text(text: str, keys: Keys, tree: Any, source: YamlSource) -> Finding:
 
 
 def _check_engines(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
-    """Keys that an engine can't honor; TensorRT-LLM's YAMLs have a check of their own, with more detail."""
+    """TensorRT-LLM's YAMLs have a check of their own."""
     for stage, entry in recipe.workers.items():
         if entry.kind.has_llm_args:
             continue
@@ -146,7 +144,7 @@ def _check_engines(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
 
 
 def _check_models(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
-    """Names that are looked up when requests come in, and the defaults that they are merged with."""
+    """Names that are looked up when requests come, and the defaults for these."""
     checks: dict[Keys, Callable[[], object]] = {
         ("chat", "reasoning_parser"): lambda: reasoning_format(recipe.chat.reasoning_parser),
         ("chat", "tool_parser"): lambda: tool_format(recipe.chat.tool_parser),
@@ -161,7 +159,7 @@ def _check_models(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
 
 
 def _from_problem(problem: Problem, source: YamlSource) -> Finding:
-    """`devices` and the like stand in recipe.yaml, everything else in the engine's YAML."""
+    """`devices` and the like stand in recipe.yaml, all else in the engine's YAML."""
     in_recipe = problem.path[:1] in (("devices",), ("engine",), ("engine_version",))
     block: Keys = () if in_recipe else ("engine_config",)
     shown = "" if problem.value is NOTHING else show(problem.value)
@@ -185,7 +183,7 @@ def _finding(
 
 
 def _read_sources(folder: Path) -> YamlSource:
-    """Read recipe.yaml and the files that it names, as far as they exist; the loader reports missing ones."""
+    """As far as they exist."""
     source = read_source(folder / "recipe.yaml")
     workers = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     workers = workers.get("workers") if isinstance(workers, dict) else None

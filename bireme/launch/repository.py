@@ -1,7 +1,6 @@
 """The model repository of one launch: a folder a worker, with its whole configuration and a link to its code.
 
-Triton addresses models by name and can't choose an instance by cost, so each replica is a model of its own: `decode`,
-`decode_1`, ... share the code of model_repository/decode.
+Triton can't choose an instance by cost, so each replica is a model: `decode`, `decode_1`, ... share one folder's code.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ REPOSITORIES = ("model_repository", "ensembles")
 
 
 def link_models(folder: Path, recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[str, ...]:
-    """Fill `folder` with the models that the recipe has a use for; return their names. Raises ConfigError."""
+    """Fill `folder` with the recipe's models; return their names. Raises ConfigError."""
     sources = _model_folders(checkout)
     folder.mkdir(parents=True, exist_ok=True)
     models, pipelines = used_models(recipe, checkout)
@@ -41,20 +40,18 @@ def _link(model: Path, source: Path, spec: ModelSpec | None, num_instances: int)
 
 
 def _has_steps(model: Path, recipe: Recipe) -> bool:
-    """Whether the workers that a declarative ensemble names are this server's: Triton would load them with it."""
+    """Whether this server has a declarative ensemble's workers: Triton would load them with it."""
     steps = re.findall(r'^\s*model_name\s*:\s*"(\w+)"', (model / "config.pbtxt").read_text(), re.MULTILINE)
     return all(recipe.workers[step].replicas for step in steps if step in recipe.workers)
 
 
 def _compile(model: Path) -> None:
-    """Write the byte code that the first load would write: that changes the folder, and Triton would take it for a new
-    version of the model and load it again when an ensemble that uses it is loaded.
-    """
+    """Triton would take byte code that the first load writes for a new version, and load it again."""
     compileall.compile_dir(model / "1", maxlevels=0, quiet=2)
 
 
 def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (models, pipelines) that the recipe has a use for: pipelines load after the models that they call."""
+    """Return (models, pipelines) of a recipe; pipelines load last."""
     models = [
         name
         for stage in _names(checkout / REPOSITORIES[0])
@@ -71,7 +68,7 @@ def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, .
 
 
 def python_models(folder: Path, models: Iterable[str]) -> tuple[str, ...]:
-    """Return those of `models` that run in a stub; the others are declarative ensembles."""
+    """Return those that run in a stub."""
     return tuple(model for model in models if (folder / model / "1" / "model.py").is_file())
 
 

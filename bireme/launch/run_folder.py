@@ -1,10 +1,8 @@
 """The run folder of one launch (key, sockets, model links), and the removal of all that a launch leaves.
 
-A folder is `bireme-<uid>/<pid>-<random>` under $XDG_RUNTIME_DIR or /tmp, mode 0700. Its owner holds a lock in it, so
-that the next launch can tell a folder whose owner was killed (and remove it, with its shared memory) from one in use,
-also by another container that shares the file system. Cleaners of temporary files find the folder itself locked
-(systemd-tmpfiles asks for that) and its files new (others go by age); the owner restores what is removed nevertheless,
-as logind does at a logout.
+It is `bireme-<uid>/<pid>-<random>` under $XDG_RUNTIME_DIR or /tmp, mode 0700. By its owner's lock the next launch tells
+whether the owner was killed, also across containers. Cleaners of temporary files find the folder locked
+(systemd-tmpfiles) and its files new; what is removed nevertheless, as by logind, the owner restores.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ _OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills
 
 
 class RunFolder:
-    """Owned by one process; `remove` deletes everything that carries its name."""
+    """Owned by one process."""
 
     def __init__(self, base: Path | None = None) -> None:
-        """Make a new folder, and sweep those that killed launches left. Raises ConfigError."""
+        """Make one, and sweep those of killed launches. Raises ConfigError."""
         base = base or default_base()
         self.path, lock = _new_folder(base)
         self._lock: int | None = lock
@@ -54,28 +52,25 @@ class RunFolder:
 
     @property
     def shm_prefix(self) -> str:
-        """The common start of the names of this launch's files in /dev/shm."""
         return _shm_prefix(self.path)
 
     def sweep_shared_memory(self) -> list[str]:
-        """Unlink what a server that has ended left in /dev/shm; return the names. The pulses of others, as the
-        frontend's, stay.
-        """
+        """Unlink what an ended server left in /dev/shm, but others' pulses; return the names."""
         return _sweep_shared_memory(self.path, keeps_pulses=True)
 
     def shut_shared_memory(self) -> None:
-        """Take the regions of models that do not do so themselves from the other users of the host."""
+        """Take regions of models that do not do so themselves from other users."""
         for path in SHM.glob(f"{self.shm_prefix}*"):
             private_files.shut_file(path)
 
     def remember(self) -> None:
-        """Note the launcher's own small files here, for `restore`."""
+        """Note the launcher's own small files, for `restore`."""
         with self._mutex:
             paths = [path for name in _OWN for path in (self.path / name).rglob("*")]
             self._own = {path: _content(path) for path in paths if path.is_symlink() or path.is_file()}
 
     def restore(self) -> int:
-        """Restore files that others deleted: folder, lock and what was noted. Return how many were missing."""
+        """Restore folder, lock and what was noted; return how many were missing."""
         with self._mutex:
             if self._is_removed:
                 return 0
@@ -102,9 +97,9 @@ class RunFolder:
                     os.utime(Path(folder, name), follow_symlinks=False)
 
     def clear(self) -> None:
-        """Empty it for the next server; make it again if it was deleted.
+        """Empty it for the next server, or make it again.
 
-        What the frontend and the memory service keep stays; workers that sleep or are drained remain so.
+        What frontend and memory service keep stays; workers that sleep or drain remain so.
         """
         self.sweep_shared_memory()
         with self._mutex:
@@ -118,7 +113,7 @@ class RunFolder:
                 entry.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete everything that carries its name, stopped processes that can't end included."""
+        """Delete all that carries its name, stopped processes that can't end included."""
         with contextlib.suppress(OSError):  # /proc can't be read just now
             processes.kill_all(_orphans(self.path))
         _sweep_shared_memory(self.path)
@@ -138,7 +133,7 @@ def default_base() -> Path:
 
 
 def sweep_stale(base: Path) -> list[Path]:
-    """Remove the run folders of dead launches, and their shared memory; return the folders."""
+    """Remove dead launches' folders and shared memory; return the folders."""
     swept = []
     for folder in launches(base):
         lock = _take_lock(folder)
@@ -153,7 +148,7 @@ def sweep_stale(base: Path) -> list[Path]:
 
 
 def _orphans(folder: Path) -> Iterator[tuple[int, int | None]]:
-    """Yield what never ends by itself: stopped processes, and those that wait in their dead server's IPC."""
+    """Yield stopped processes, and those that wait in their dead server's IPC."""
     prefix = _shm_prefix(folder)
     for pid in processes.all_pids():
         with contextlib.suppress(PermissionError):  # another user's
@@ -174,12 +169,12 @@ def _content(path: Path) -> str | bytes:
 
 
 def launches(base: Path) -> list[Path]:
-    """Return the run folders in a user's folder, those of killed launches among them until the next launch."""
+    """Return a user's run folders, also of killed launches."""
     return [folder for folder in sorted(base.glob("*-*")) if (folder / _LOCK).is_file()]
 
 
 def only_launch() -> Path:
-    """Return the run folder of the user's launch. Raises ConfigError where there is none, or more than one."""
+    """Raises ConfigError where there is none, or more than one."""
     found = launches(default_base())
     if len(found) != 1:
         names = "".join(f"\n  {folder}" for folder in found)
@@ -192,10 +187,7 @@ def _shm_prefix(folder: Path) -> str:
 
 
 def _sweep_shared_memory(folder: Path, *, keeps_pulses: bool = False) -> list[str]:
-    """Unlink the Python backend's regions, the KV files of engines that were killed with their stubs, and pulses.
-
-    `keeps_pulses`: but for those of processes that live.
-    """
+    """Unlink the Python backend's regions, KV files and pulses. `keeps_pulses`: of living processes."""
     names = []
     all_workers = shm_file.file_prefix(folder, "").removesuffix("-")
     for prefix in (_shm_prefix(folder), all_workers):
@@ -209,9 +201,7 @@ def _sweep_shared_memory(folder: Path, *, keeps_pulses: bool = False) -> list[st
 
 
 def _new_folder(base: Path) -> tuple[Path, int]:
-    """Return a new folder and its lock. Meanwhile other launches may remove an empty base, or sweep the folder before
-    its lock is taken: then again.
-    """
+    """Others may remove an empty base, or sweep the folder before it is locked: then again."""
     while True:
         folder = base / f"{os.getpid()}-{secrets.token_hex(3)}"
         with contextlib.suppress(FileNotFoundError):
@@ -226,7 +216,7 @@ def _new_folder(base: Path) -> tuple[Path, int]:
 
 
 def _take_lock(folder: Path) -> int | None:
-    """Return the lock's descriptor, or None while another process holds it."""
+    """None: another process holds it."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:  # its owner has just removed it

@@ -25,7 +25,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(slots=True)
 class WorkerSeries:
-    """One worker's figures; None: the worker has not published the series."""
+    """None: the worker has not published the series."""
 
     engine_up: bool | None = None
     publishes: bool | None = None  # its KV events and load get out
@@ -37,7 +37,7 @@ class WorkerSeries:
 
 
 def worker_series(text: str) -> dict[str, WorkerSeries]:
-    """Return worker -> figures out of a page in Prometheus' text format."""
+    """Return worker -> figures out of Prometheus' text format."""
     workers: dict[str, WorkerSeries] = {}
     for line in text.splitlines():
         match = _SAMPLE.match(line)
@@ -48,9 +48,9 @@ def worker_series(text: str) -> dict[str, WorkerSeries]:
 
 
 def total(series: Mapping[str, WorkerSeries], names: Sequence[str]) -> WorkerSeries | None:
-    """Return the figures of a model's stubs together; None: none has published any.
+    """Return a model's stubs together; None: none has any.
 
-    Those of a worker's one engine stand under the first name, that of the worker.
+    Those of a worker's one engine stand under the first name.
     """
     found = [series[name] for name in names if name in series]
     if len(found) < 2:

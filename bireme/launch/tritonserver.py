@@ -3,8 +3,7 @@
     with start_server("recipes/tiny") as server:
         client = tritonclient.grpc.InferenceServerClient(server.grpc)
 
-The process dies with the one that started it: it asks the kernel for SIGKILL when its parent thread ends, and that
-thread is a permanent one of the Server's own (the kernel means the thread, not the process).
+The kernel kills it with the thread that started it, a permanent one of the Server's.
 """
 
 from __future__ import annotations
@@ -58,17 +57,15 @@ THREAD_POOL_SIZE = 64
 
 
 class ServerStartError(BiremeError):
-    """tritonserver ended, or did not become ready in time; the text says which model failed and why."""
+    """It ended, or was not ready in time; the text says why."""
 
 
 class ServerDiedError(ServerStartError):
-    """A signal ended tritonserver while it started: its own abort, or the kernel's for want of memory."""
+    """A signal ended it while it started: its own abort, or for want of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What one start of tritonserver is made of."""
-
     repositories: tuple[Path, ...]
     ports: Ports = Ports()
     hosts: Hosts = Hosts()
@@ -88,12 +85,12 @@ class ServerOptions:
 
     @property
     def bls_spare_threads(self) -> int:
-        """Threads of the pool that sends can do without, once calls of dead models hold others for ever."""
+        """Threads that sends can do without, once dead models' calls hold the others."""
         return max(self.thread_pool_size - self.bls_threads - _LEAST_FOR_SENDS, 0)
 
 
 class Server:
-    """A tritonserver process. `start` once, `stop` once; both from any thread."""
+    """`start` once, `stop` once; both from any thread."""
 
     def __init__(
         self,
@@ -137,11 +134,11 @@ class Server:
         return self._process is not None and not self._exited.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the process to end; return whether it has."""
+        """Return whether the process has ended."""
         return self._exited.wait(timeout_s)
 
     def start(self, timeout_s: float = 900.0, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Start and wait until ready. Raises ServerStartError; ends the process first when that takes too long."""
+        """Return when it is ready. Raises ServerStartError, and the process has ended."""
         prepared = prepare(self._installation, self.run_folder.path, os.environ | dict(self.options.environment))
         missing = missing_libraries(prepared)
         if missing:
@@ -155,7 +152,7 @@ class Server:
         self._wait_ready(timeout_s, is_wanted)
 
     def stop(self, timeout_s: float | None = None) -> int:
-        """SIGTERM, then after `timeout_s` SIGKILL to all that ran below; sweep shared memory; return the exit code."""
+        """SIGTERM, after `timeout_s` SIGKILL to all below; return the exit code."""
         if self._process is None:
             return 0
         self.note_members()
@@ -167,9 +164,9 @@ class Server:
         return self._process.returncode
 
     def kill(self) -> None:
-        """SIGKILL the server and all that ran below it, wait until they are gone, sweep shared memory.
+        """SIGKILL it and all below, wait, sweep shared memory.
 
-        Harmless when called again, or before it was started. Raises OSError when /proc can't be read just now.
+        Harmless when repeated, or before `start`. Raises OSError when /proc can't be read.
         """
         if self._process is None:
             return
@@ -182,16 +179,13 @@ class Server:
         self.run_folder.sweep_shared_memory()
 
     def note_members(self) -> None:
-        """Remember what runs below the server now, so that it can be ended if the server dies first.
-
-        Where /proc can't be read now, the last note remains.
-        """
+        """Remember what runs below it now, so that it can be ended after the server."""
         if self.is_running:
             with contextlib.suppress(OSError):
                 self._members.update({pid: processes.started_at(pid) for pid in processes.descendants(self.pid)})
 
     def stub_pids(self, model: str) -> list[int]:
-        """Return the processes of a model's stub, or of one of its stubs: one, or none when it has died."""
+        """Of a model, or of one of its stubs."""
         return processes.stubs(self.pid).get(model, [])
 
     def stub_pid(self, model: str) -> int:
@@ -208,7 +202,7 @@ class Server:
         return pids[0]
 
     def load(self, model: str) -> None:
-        """Load a model, or load it again; no other user can read its shared memory then. Raises BiremeError."""
+        """Load a model (again), and shut its shared memory. Raises BiremeError."""
         self.admin.load(model)
         self.run_folder.shut_shared_memory()
 
@@ -219,12 +213,11 @@ class Server:
         return str(self.admin.get_json("/v2")["version"])
 
     def tail(self, lines: int = _SHOWN_LINES) -> str:
-        """Return the last lines of the server and its stubs, without what stubs say when a server dies."""
+        """Less what stubs say when a server dies."""
         told = [line for line in self._tail if _ECHO not in line]
         return "\n".join(told[-lines:])
 
     def exit_error(self) -> ServerStartError:
-        """Return what to raise when the server has ended before it was ready."""
         code = self.returncode
         kind = ServerDiedError if code is not None and code < 0 else ServerStartError
         return kind(self._failure(f"tritonserver exited with code {code}"))
@@ -238,7 +231,6 @@ class Server:
         self.stop()
 
     def _parent(self, prepared: PreparedStart) -> None:
-        """The thread whose end would kill the server: lives as long as it does."""
         try:
             self._process = self._spawn(prepared)
         except (OSError, ConfigError) as error:
@@ -315,7 +307,7 @@ class Server:
         ]
 
     def _restrictions(self) -> list[str]:
-        """What clients may not call; each list has a header whose key opens it. But one, nobody keeps the keys."""
+        """What clients may not call: each list has a header whose key opens it, kept by nobody but for one."""
         restricted: dict[str, tuple[str, ...]] = {ADMIN_HEADER: RESTRICTED_APIS}
         if not self.options.allow_client_shm:
             restricted[SHM_HEADER] = ("shared-memory",)
@@ -327,7 +319,7 @@ class Server:
         ]
 
     def _completion(self) -> list[str]:
-        """Models with whole configurations load faster when Triton does not ask for more."""
+        """Whole configurations load faster when Triton asks for no more."""
         options = self.options
         has_more = any("model-repository" in argument or "model-store" in argument for argument in options.arguments)
         if has_more or not all(map(are_whole, options.repositories)):
@@ -369,13 +361,13 @@ class Server:
 
 
 def address(host: str, port: int) -> str:
-    """Return host:port as a client on this machine uses it."""
+    """Return host:port as this machine's clients use it."""
     host = own_host(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def failed_models(lines: list[str]) -> dict[str, str]:
-    """Return model -> reason out of the table that Triton prints when loading has ended."""
+    """Return model -> reason out of the table at the end of loading."""
     failed: dict[str, str] = {}
     model = ""
     for line in lines:
@@ -404,10 +396,9 @@ def start_server(
     arguments: tuple[str, ...] = (),
     allow_client_shm: bool = False,
 ) -> Iterator[Server]:
-    """Run a tritonserver of its own for the length of the block: own ports, run folder, log file.
+    """Run a tritonserver for the length of the block: own ports, run folder, log file.
 
-    All models and replicas that the recipe has a use for are loaded, or those named in `models` (explicit mode, so that
-    they can be loaded and unloaded). `repositories` replaces the recipe's model folders.
+    Loads the recipe's models, or `models` (explicit mode). `repositories` replaces the recipe's model folders.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, override)

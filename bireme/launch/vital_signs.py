@@ -2,9 +2,9 @@
 
 A process is hung when
     it is stopped (SIGSTOP), for STOPPED_S; one that a debugger holds is not
-    it has given no sign of life for SILENT_S, and in all that time hardly used a CPU, nor ever waited for one
+    it has given no sign of life for SILENT_S, and meanwhile hardly used a CPU, nor ever waited for one
     it has given no sign of life for the stall limit, even if it uses CPU: it loops
-Time in which the watcher itself did not run does not count: a machine that slept has no hung processes.
+Time in which the watcher did not run does not count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class VitalSigns:
-    """Those of one process. `look` regularly; the other methods give the result."""
+    """Of one process. `look` regularly."""
 
     def __init__(self, pid: int, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.pid = pid
@@ -38,7 +38,7 @@ class VitalSigns:
         self._has_waited = False  # for a CPU or a disk, since then
 
     def look(self, sign: int | None) -> None:
-        """`sign`: a number that moves as long as the process lives; None: it shows none, and silence means nothing."""
+        """`sign`: a number that moves while the process lives; None: it shows none, and silence means nothing."""
         now = self._clock()
         passed_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
         self._stopped_s = self._stopped_s + passed_s if processes.state(self.pid) == "T" else 0.0
@@ -52,7 +52,7 @@ class VitalSigns:
 
     @property
     def problem(self) -> str:
-        """Why the process can't be serving; empty when it may."""
+        """Why it can't be serving."""
         if processes.state(self.pid) == "T":
             return f"process {self.pid} is stopped"
         if self.silent_s >= NOTICED_S:
@@ -61,7 +61,7 @@ class VitalSigns:
 
     @property
     def hung(self) -> str:
-        """Why the process will not go on by itself; empty when it may."""
+        """Why it will not go on by itself."""
         if self._stopped_s >= STOPPED_S:
             return f"stopped for {self._stopped_s:.0f} s"
         if self.silent_s >= self._stall_s:

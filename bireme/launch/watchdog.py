@@ -1,10 +1,8 @@
 """Heals what Triton never heals itself: a model whose stub process has died.
 
-Such a model still says READY, its streams hang and each new request fails; of a model with several stubs, those that
-Triton gives to the dead one. Unload plus load brings new stubs, also while an old one hangs in UNLOADING; load alone
-does nothing. Models that call it keep running, and streams of a model's other stubs go on in these to their end; Triton
-never ends these stubs, because it waits for the dead one's requests, so they are ended here. A stub that asks to be
-replaced, while it still serves, is treated alike.
+Such a model still says READY, and its requests hang or fail. Unload plus load brings new stubs, also while an old one
+hangs in UNLOADING; load alone does nothing. A model's other stubs end their streams; Triton waits for the dead one's
+requests, so they are ended here. A stub that asks to be replaced is treated alike.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class StubState:
 
     @property
     def is_alive(self) -> bool:
-        """Whether every stub runs; the last answer where /proc can't be read now."""
+        """Whether all run; the last answer where /proc can't be read."""
         try:
             self.was_alive = len(processes.survivors(self.starts.items())) == len(self.names)
         except OSError:  # this process has no descriptor or memory left: the stub is not dead
@@ -60,7 +58,7 @@ class StubState:
 
 
 class StubWatchdog:
-    """Watches the stubs of one life of a server. `start` once all models are loaded, `stop` before the server's."""
+    """Of one life of a server. `start` once all models are loaded, `stop` before the server's."""
 
     def __init__(
         self, server: Server, models: Mapping[str, tuple[str, ...]], console: Console, threads: GuardedThreads
@@ -82,18 +80,18 @@ class StubWatchdog:
         self._thread = self._threads.start("stub-watchdog", self._look, _INTERVAL_S)
 
     def stop(self) -> None:
-        """Does not wait for a running load: its server is about to end."""
+        """Does not wait for a running load."""
         self._is_stopping = True
         if self._thread is not None:
             self._thread.stop()
 
     def is_alive(self, model: str) -> bool:
-        """Return whether the model's stubs run, all of them; true for a model without any."""
+        """True for a model without stubs."""
         state = self._states.get(model)
         return state is None or (state.is_alive and not state.is_healing)
 
     def stubs(self) -> dict[str, int]:
-        """Return name -> pid of the stubs that are meant to run now."""
+        """Return name -> pid."""
         return {
             name: pid for state in self._states.values() if not state.is_healing for name, pid in state.pids.items()
         }
@@ -112,7 +110,6 @@ class StubWatchdog:
             self._console.event("stub_killed", "warning", model=name, pid=pid, cause=cause)
 
     def kill_all(self, model: str, cause: str) -> None:
-        """End every stub of a model that does not answer."""
         if (state := self._states.get(model)) is not None:
             for name in state.names:
                 self.kill(name, cause)
@@ -142,7 +139,7 @@ class StubWatchdog:
             self._look_at_index(now)
 
     def _look_at_loads(self, now: float) -> list[str]:
-        """End the stubs that Triton has given up; return the models whose loads will never end."""
+        """Return the models whose loads will never end."""
         lost = []
         for model, state in self._states.items():
             if (loading := state.loading) is None:
@@ -154,13 +151,12 @@ class StubWatchdog:
         return lost
 
     def _cause(self, state: StubState) -> str:
-        """Why a model needs new stubs; empty when it does not."""
         if not state.is_alive:
             return "stub_died"
         return "stub_worn" if any(map(self._is_worn, state.pids.values())) else ""
 
     def _is_worn(self, pid: int) -> bool:
-        """Whether a stub asks to be replaced: too many of its threads are lost (triton/bls.py)."""
+        """Whether a stub has lost too many threads (triton/bls.py)."""
         with contextlib.suppress(OSError):  # this process has no descriptor left
             if (reader := PulseReader.open(self._server.run_folder.shm_prefix, pid)) is not None:
                 with contextlib.closing(reader):
@@ -168,7 +164,7 @@ class StubWatchdog:
         return False
 
     def _end_replaced(self, now: float) -> None:
-        """End stubs that were replaced, once they have had no request for a while."""
+        """Once they have had no request for _IDLE_S."""
         for stub in list(self._idle_since):
             prefix = self._server.run_folder.shm_prefix
             reader = PulseReader.open(prefix, stub[0]) if processes.survivors([stub]) else None
@@ -181,7 +177,7 @@ class StubWatchdog:
                 processes.kill_all([stub])
 
     def _look_at_index(self, now: float) -> None:
-        """A model may also have been unloaded by hand, or its load have failed halfway."""
+        """A model may have been unloaded by hand, or its load have failed halfway."""
         try:
             index = self._server.admin.index(_INDEX_TIMEOUT_S)
         except BiremeError:

@@ -1,7 +1,6 @@
 """Where each key of a YAML file stands, so that a finding can name file and line.
 
-It never fails on a file that YAML can read; a key that is written twice, which YAML readers silently accept, is
-reported.
+It fails on no file that YAML can read, and reports keys that are written twice.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of a file, counted from 1."""
-
     file: Path
     line: int
 
@@ -28,7 +25,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A key that is written twice in one mapping; the second one counts."""
+    """A key that one mapping has twice; the second counts."""
 
     keys: Keys
     first: Place
@@ -37,26 +34,26 @@ class Repeated:
 
 @dataclass(slots=True)
 class YamlSource:
-    """The places of one file's keys, and of the files that it includes."""
+    """Of one file, and the files that it includes."""
 
     file: Path
     places: dict[Keys, Place] = field(default_factory=dict)
     repeated: list[Repeated] = field(default_factory=list)
 
     def include(self, keys: Keys, other: YamlSource) -> None:
-        """Add another file's keys below `keys`, which names that file here."""
+        """Add another file's keys below `keys`."""
         self.places |= {(*keys, *inner): place for inner, place in other.places.items() if inner}
         self.repeated += [Repeated((*keys, *one.keys), one.first, one.second) for one in other.repeated]
 
     def find(self, keys: Keys) -> Place:
-        """Return where a key stands; for a missing one, where its block begins."""
+        """Of a missing key where its block begins."""
         while keys and keys not in self.places:
             keys = keys[:-1]
         return self.places.get(keys, Place(self.file, 1))
 
 
 def read_source(file: Path) -> YamlSource:
-    """Raises yaml.YAMLError and OSError as PyYAML and the file system do."""
+    """Raises yaml.YAMLError and OSError."""
     source = YamlSource(file)
     with file.open(encoding="utf-8") as stream:  # a stream, so that PyYAML's errors name the file
         root = yaml.compose(stream, Loader=yaml.SafeLoader)
@@ -70,7 +67,7 @@ def read_source(file: Path) -> YamlSource:
 
 
 def _walk(node: yaml.Node, keys: Keys, within: tuple[yaml.Node, ...] = ()) -> Iterator[tuple[Keys, yaml.Node]]:
-    """Yield each key's path and node; for a block within itself (by an alias) only the first."""
+    """Of a block within itself (by an alias) only the first."""
     if not isinstance(node, yaml.MappingNode) or any(node is outer for outer in within):
         return
     for key, value in node.value:
