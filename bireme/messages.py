@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from bireme import best_effort
+from bireme.serving_options import NO_OPTIONS, ServingOptions
 
 VERSION = 1
 STUB = 0
@@ -96,23 +97,6 @@ def temperature_of(params: SamplingParams) -> float:
     return 1.0 if params.top_k or params.top_p is not None or params.min_p else 0.0
 
 
-class TokenRangeRetention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the KV blocks of prompt tokens [token_start, token_end) are kept. TensorRT-LLM's names."""
-
-    token_start: int
-    token_end: int | None = None  # None: the prompt's end
-    priority: int  # 0 to 100, higher is kept longer; 35 is usual
-    duration_ms: int | None = None  # from the last use on, then it is kept as usual; None: for good
-
-
-class KvCacheRetentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How long a request's KV blocks are kept for others, in comparison with those of other requests."""
-
-    token_range_retention_configs: tuple[TokenRangeRetention, ...] = ()  # they do not overlap
-    decode_retention_priority: int = 35  # of blocks that begin with generated tokens
-    decode_duration_ms: int | None = None
-
-
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an engine needs to run one sequence."""
 
@@ -121,18 +105,15 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     request_type: RequestType = "context_and_generation"
     num_resumed: int = 0  # this many ids at the end of prompt were generated before (migration)
     disaggregated_params: bytes | None = None  # signed, see disagg.py; generation_only needs it
-    cache_salt: str = ""
-    lora_name: str = ""
-    priority: float = 0.5  # 0..1, higher first
+    options: ServingOptions = NO_OPTIONS
     timeout_ms: int = 0  # from now; 0: none
     multimodal: bytes | None = None  # multimodal/wire.py: JSON
-    kv_cache_retention_config: KvCacheRetentionConfig | None = None  # None: its blocks are kept as usual
     dp_rank: int | None = None  # attention data parallelism: the rank that must take it; None: the engine chooses
     was_in_stall: bool = False  # its engine stalled, perhaps for its sake: it begins alone (engines/child/trials.py)
 
     @property
     def is_best_effort(self) -> bool:
-        return self.priority == best_effort.PRIORITY
+        return self.options.priority == best_effort.PRIORITY
 
 
 class EncodeSource(msgspec.Struct, frozen=True, array_like=True):

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bireme.config import Limits, Recipe, RoutingMode
+from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
-from bireme.messages import KvCacheRetentionConfig, SamplingParams
+from bireme.messages import SamplingParams
 from bireme.parameters import MAX_INT32
 from bireme.sampling import Sampling, nearest, parse_sampling
+from bireme.serving_options import NO_OPTIONS, ServingOptions, read_options
 from bireme.specs import ModelSpec, TensorSpec
 from bireme.types import Array, Tensors, info_of
 
@@ -36,25 +36,7 @@ Contract = Literal["vllm", "trtllm"]
 VLLM_ONLY = frozenset({"sampling_parameters", "return_finish_reason", "return_cumulative_logprob", "return_logprobs"})
 _VLLM_MAX_TOKENS = 16  # vLLM's default
 _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
-
-
-MAX_SESSION_CHARACTERS = 256
 _MAX_UTF8_BYTES = 4  # of a character
-MAX_RETENTION_RANGES = 64
-
-
-class RoutingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a request says about its own placement; unset: the router decides."""
-
-    mode: RoutingMode | None = None
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    prefill_dp_rank: int | None = None
-    decode_dp_rank: int | None = None
-    query_only: bool = False  # answer with the placement, and compute nothing
-
-
-NO_CHOICE = RoutingChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +52,8 @@ class GenerateRequest:
     extras: frozenset[str] = frozenset()  # the peers' output names that were asked for
     outputs: frozenset[str] | None = None  # what a response may hold; None: everything
     hides_logprobs: bool = False  # they are computed for their sum alone
-    cache_salt: str = ""
-    lora_name: str = ""
+    options: ServingOptions = NO_OPTIONS
     timeout_ms: int = 0  # from arrival; 0: none
-    session_id: str = ""
-    routing: RoutingChoice = NO_CHOICE
-    kv_cache_retention_config: KvCacheRetentionConfig | None = None
 
 
 def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> GenerateRequest:
@@ -94,12 +72,8 @@ def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> Generate
         echo=_echo(values.get("exclude_input_in_output"), contract, stream),
         extras=_extras(values, contract, sampling.params),
         outputs=_vllm_outputs(values) if contract == "vllm" and not info_of(inputs).outputs else None,
-        cache_salt=values.get("cache_salt", ""),
-        lora_name=sampling.lora_name,
+        options=read_options(values, sampling.priority, sampling.lora_name),
         timeout_ms=timeout_ms(inputs, recipe),
-        session_id=check_session(values.get("session_id", "")),
-        routing=parse_routing(values.get("routing", "")),
-        kv_cache_retention_config=parse_retention(values.get("kv_cache_retention_config", "")),
     )
     if "cumulative_logprob" in request.extras and sampling.params.logprobs is None:
         return replace(request, sampling=_with_logprobs(sampling), hides_logprobs=True)
@@ -109,81 +83,6 @@ def parse_generate(inputs: Tensors, spec: ModelSpec, recipe: Recipe) -> Generate
 def _defaults(contract: Contract, limits: Limits) -> dict[str, Any]:
     """Return the API's own sampling values."""
     return {"max_tokens": min(_VLLM_MAX_TOKENS, limits.max_tokens or _VLLM_MAX_TOKENS)} if contract == "vllm" else {}
-
-
-def check_session(session_id: str, where: str = "session_id") -> str:
-    if len(session_id) > MAX_SESSION_CHARACTERS:
-        raise RequestError(f"{where}: {len(session_id)} characters; the limit is {MAX_SESSION_CHARACTERS}, shorten it")
-    return session_id
-
-
-def parse_routing(text: str) -> RoutingChoice:
-    """Read the tensor `routing`. Raises RequestError."""
-    if not text:
-        return NO_CHOICE
-    try:
-        choice = msgspec.json.decode(text, type=RoutingChoice)
-    except msgspec.MsgspecError as error:
-        raise RequestError(f"routing: {str(error)[:200]}; send a JSON object with {_ROUTING_FIELDS}") from None
-    if choice.query_only:
-        raise RequestError("routing.query_only: the model `router` (router.has_model) answers that, remove it")
-    return choice
-
-
-_ROUTING_FIELDS = ", ".join(field.name for field in msgspec.structs.fields(RoutingChoice))
-
-
-def parse_retention(text: str) -> KvCacheRetentionConfig | None:
-    """Read the tensor `kv_cache_retention_config`. Raises RequestError."""
-    if not text:
-        return None
-    try:
-        config = msgspec.json.decode(text, type=KvCacheRetentionConfig)
-    except msgspec.MsgspecError as error:
-        raise RequestError(
-            f"kv_cache_retention_config: {str(error)[:200]}; send a JSON object with {_RETENTION_FIELDS}"
-        ) from None
-    return check_retention(config)
-
-
-_RETENTION_FIELDS = ", ".join(field.name for field in msgspec.structs.fields(KvCacheRetentionConfig))
-
-
-def check_retention(
-    config: KvCacheRetentionConfig | None, where: str = "kv_cache_retention_config"
-) -> KvCacheRetentionConfig | None:
-    """Return what is given. Raises RequestError for what no cache can do."""
-    if config is None:
-        return None
-    ranges = config.token_range_retention_configs
-    if len(ranges) > MAX_RETENTION_RANGES:
-        raise RequestError(
-            f"{where}.token_range_retention_configs: {len(ranges)} ranges; the limit is {MAX_RETENTION_RANGES}"
-        )
-    levels = [("decode_retention_priority", config.decode_retention_priority)]
-    durations = [("decode_duration_ms", config.decode_duration_ms)]
-    for at, one in enumerate(ranges):
-        name = f"token_range_retention_configs[{at}]"
-        levels.append((f"{name}.priority", one.priority))
-        durations.append((f"{name}.duration_ms", one.duration_ms))
-        if one.token_start < 0 or (one.token_end is not None and one.token_end <= one.token_start):
-            raise RequestError(
-                f"{where}.{name}: tokens {one.token_start} to {one.token_end}; token_start is 0 or more, token_end is"
-                " behind it, or null for the prompt's end"
-            )
-    for name, priority in levels:
-        if not 0 <= priority <= 100:
-            raise RequestError(f"{where}.{name}: {priority}; 0 to 100, higher is kept longer")
-    for name, duration_ms in durations:
-        if duration_ms is not None and not 1 <= duration_ms <= MAX_INT32:
-            raise RequestError(f"{where}.{name}: {duration_ms}; 1 to {MAX_INT32} milliseconds, or null for good")
-    for before, after in pairwise(sorted(ranges, key=lambda one: one.token_start)):
-        if before.token_end is None or before.token_end > after.token_start:
-            raise RequestError(
-                f"{where}.token_range_retention_configs: the ranges from tokens {before.token_start} and"
-                f" {after.token_start} overlap; end the first before the second begins"
-            )
-    return config
 
 
 def timeout_ms(inputs: Tensors, recipe: Recipe) -> int:

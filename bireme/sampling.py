@@ -29,6 +29,7 @@ from bireme.errors import ConfigError, RequestError
 from bireme.guides import parse_guide
 from bireme.messages import ProcessorCall, SamplingParams, encode, temperature_of
 from bireme.parameters import ALIASES, BY_NAME, MAX_INT32, NAMES, PARAMETERS, Parameter
+from bireme.serving_options import ServingOptions
 
 EncodeText = Callable[[str], list[int]]  # text -> token ids, without special tokens
 _ID = re.compile("0|[1-9][0-9]*")
@@ -41,8 +42,14 @@ class Sampling:
     params: SamplingParams
     bad_words: tuple[str, ...] = ()
     bias_words: tuple[tuple[str, float], ...] = ()
-    priority: float = 0.5
+    priority: float = 0.5  # as it was read: what holds is in the request's options, as is the adapter
     lora_name: str = ""  # from sampling_parameters, where vllm_backend has it
+
+    def complete(self, options: ServingOptions) -> ServingOptions:
+        """Return the options with what is read among the sampling values."""
+        if (self.priority, self.lora_name) == (options.priority, options.lora_name):
+            return options
+        return msgspec.structs.replace(options, priority=self.priority, lora_name=self.lora_name)
 
     def resolve(self, encode: EncodeText) -> SamplingParams:
         """Return the parameters with words as ids; bias of a word goes to each of its tokens."""

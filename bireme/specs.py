@@ -65,7 +65,7 @@ _REQUEST = (
     _in("multimodal", "BYTES", kind="bytes"),
     _in("lora_name", "BYTES"),
     _in("cache_salt", "BYTES"),
-    _in("kv_cache_retention_config", "BYTES"),  # JSON of messages.KvCacheRetentionConfig
+    _in("kv_cache_retention_config", "BYTES"),  # JSON of serving_options.KvCacheRetentionConfig
     _in("request_id", "BYTES"),
     _in("abort", "BOOL"),
     _in("ping", "BOOL"),
@@ -233,7 +233,7 @@ _TEXT_IN = (
     _in("lora_name", "BYTES"),
     _in("cache_salt", "BYTES"),
     _in("session_id", "BYTES"),
-    _in("routing", "BYTES"),  # JSON of request.RoutingChoice
+    _in("routing", "BYTES"),  # JSON of serving_options.RoutingChoice
     _in("kv_cache_retention_config", "BYTES"),
 )
 

@@ -250,8 +250,8 @@ def test_vllm_refuses_the_echo_when_streaming():
 
 
 def test_lora_of_vllm_comes_in_its_json():
-    assert parse(sampling_parameters=b'{"lora_name": "a"}').lora_name == "a"
-    assert parse(sampling_parameters=b'{"lora_name": "a"}', lora_name=b"b").lora_name == "b"
+    assert parse(sampling_parameters=b'{"lora_name": "a"}').options.lora_name == "a"
+    assert parse(sampling_parameters=b'{"lora_name": "a"}', lora_name=b"b").options.lora_name == "b"
 
 
 def test_the_clients_timeout_beats_the_recipes():
@@ -281,4 +281,4 @@ def test_sequences_have_seeds_of_their_own_that_the_first_seed_decides():
 
 def test_priority_defaults_to_the_middle():
     assert parse().sampling == Sampling(SamplingParams())
-    assert parse().sampling.priority == 0.5
+    assert parse().options.priority == 0.5

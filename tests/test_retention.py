@@ -9,10 +9,9 @@ import pytest
 
 from bireme.config import Recipe
 from bireme.errors import RequestError
-from bireme.messages import KvCacheRetentionConfig, TokenRangeRetention
 from bireme.openai.text.completion_request import CompletionBody, check_completion
 from bireme.pipelines.chat_request import parse_chat
-from bireme.request import parse_retention
+from bireme.serving_options import KvCacheRetentionConfig, TokenRangeRetention, parse_retention
 
 RECIPE = Recipe(model="m", workers={})
 TEXT = '{"token_range_retention_configs": [{"token_start": 0, "token_end": 64, "priority": 90, "duration_ms": 500}]}'
@@ -38,7 +37,7 @@ def test_openai_requests_have_it_in_their_bireme_object(entry):
         found = parse_chat(json.dumps(body | {"messages": [{"role": "user", "content": "a"}]}), RECIPE)
     else:
         found = check_completion(msgspec.convert(body | {"prompt": "a"}, CompletionBody), RECIPE)
-    assert found.kv_cache_retention_config == CONFIG
+    assert found.options.kv_cache_retention_config == CONFIG
 
 
 @pytest.mark.parametrize(

@@ -211,10 +211,11 @@ class IndexProcess:
         from bireme.kv.router import WorkerRouter
         from bireme.metrics import Registry
         from bireme.pipelines.routing import prompt_hashes
+        from bireme.serving_options import ServingOptions
 
         random, config, hash_prompt = np.random.default_rng(3), RouterConfig(), prompt_hashes(b"a deployment's key")
         prompts = [random.integers(0, 100_000, tokens).astype(np.int32) for _ in range(8)]
-        requests = [RoutingRequest(prompt, cache_salt=salt) for prompt in prompts]
+        requests = [RoutingRequest(prompt, ServingOptions(cache_salt=salt)) for prompt in prompts]
         records = {
             f"decode_{number}": WorkerRecord(worker=f"decode_{number}", tokens_per_block=32, event_endpoint="ipc://x")
             for number in range(workers)

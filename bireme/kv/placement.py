@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from bireme.discovery.records import WorkerRecord
 from bireme.kv.hashing import MediaSpan
-from bireme.request import NO_CHOICE, RoutingChoice
+from bireme.serving_options import NO_OPTIONS, ServingOptions
 
 if TYPE_CHECKING:
     from bireme.kv.active import SentRequest
@@ -25,12 +25,8 @@ Mask = npt.NDArray[np.bool_]
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
     prompt: npt.NDArray[np.int32]  # CPU 1D
-    cache_salt: str = ""
-    lora_name: str = ""
-    priority: float = 0.5
+    options: ServingOptions = NO_OPTIONS
     media: tuple[MediaSpan, ...] = ()
-    session_id: str = ""  # requests of one session stay with their worker; "": none
-    choice: RoutingChoice = NO_CHOICE
     is_resumed: bool = False  # tokens were delivered: it is not refused, and decode computes its context itself
     has_transfer: bool = True  # False: KV of an earlier attempt did not arrive, so decode computes the prompt
 

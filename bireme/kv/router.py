@@ -225,7 +225,7 @@ class WorkerRouter:
                 stage.sync()
         skipped = {*avoid, *self._down(now)}
         may_transfer = not request.is_resumed and (request.has_transfer or self._must_transfer)
-        prefills, choice = self._stages["prefill"], request.choice
+        prefills, choice = self._stages["prefill"], request.options.routing
         sources = prefills.allowed(skipped)
         if not sources.any() and self._must_transfer:
             sources = prefills.is_ready  # all are down; the caller's pauses wait for their return
@@ -270,7 +270,7 @@ class WorkerRouter:
 
         `reach`: those that can do this request's part; None: all can.
         """
-        stage, choice = self._stages[name], request.choice
+        stage, choice = self._stages[name], request.options.routing
         mode = self._mode(choice.mode)
         wanted, rank = (
             (choice.decode_worker, choice.decode_dp_rank)
@@ -284,13 +284,13 @@ class WorkerRouter:
             raise RequestError(
                 "routing.decode_worker: missing; this deployment's clients choose their worker, send one"
             )
-        if not request.is_resumed and (rules := self._rules(request.priority)):
+        if not request.is_resumed and (rules := self._rules(request.options.priority)):
             allowed = _not_busy(name, stage, allowed, rules, now)
         hashes = self._hash(request, stage)
         held, cached = self._held(stage, request, hashes)
-        if request.session_id and len(stage.targets) > 1:
+        if request.options.session_id and len(stage.targets) > 1:
             names = [worker for worker, may in zip(stage.workers, allowed, strict=True) if may]
-            worker = self._sessions.worker(request.session_id, name, names, now)
+            worker = self._sessions.worker(request.options.session_id, name, names, now)
             allowed = allowed & np.array([one == worker for one in stage.workers], bool)
             reason = "session" if reason == "only" else reason
         if np.count_nonzero(allowed) == 1:

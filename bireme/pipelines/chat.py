@@ -58,9 +58,9 @@ class Chat:
         try:
             with services.admitted():
                 request = self._parse(inputs)
-                is_probe = is_canary(request.cache_salt)
+                is_probe = is_canary(request.options.cache_salt)
                 cancel_with(cancelled)
-                if request.routing.query_only:
+                if request.options.routing.query_only:
                     send(JsonResponse(await self._service.placement(request, arrived_at), is_last=True))
                     return
                 sequences = await self._serve(self._service, request, send, arrived_at)

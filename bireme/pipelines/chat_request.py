@@ -16,7 +16,6 @@ import msgspec
 
 from bireme.config import Recipe
 from bireme.errors import RequestError
-from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import BY_NAME, PARAMETERS
 from bireme.pipelines.chat_tools import ChatFormat, ChatTools, FunctionDefinition, ToolChoice, ToolMode, ToolRules
 from bireme.pipelines.extensions import (
@@ -33,8 +32,8 @@ from bireme.pipelines.extensions import (
 from bireme.pipelines.json_body import decode_body
 from bireme.pipelines.picture_parts import PICTURE_PARTS, PictureCollector, show_result_pictures
 from bireme.pipelines.pictures import PictureSource
-from bireme.request import RoutingChoice, check_session
 from bireme.sampling import Sampling, parse_sampling
+from bireme.serving_options import ServingOptions
 from bireme.text.chat_template import CONTINUED, Message
 
 Verbosity = Literal["low", "medium", "high"]
@@ -197,11 +196,8 @@ class ChatRequest:
     guide: dict[str, Any] | None  # of the content: response_format, or a guide beyond OpenAI's fields
     stream: bool
     include_usage: bool
-    cache_salt: str
+    options: ServingOptions
     return_timing: bool
-    session_id: str
-    routing: RoutingChoice
-    kv_cache_retention_config: KvCacheRetentionConfig | None
     service_tier: str | None = None  # as the answer shows it
     annotations: tuple[Annotation, ...] = ()  # of a stream
     extra_fields: tuple[ExtraField, ...] = ()  # of the answer's nvext
@@ -228,7 +224,7 @@ def parse_chat(body: bytes | str, recipe: Recipe) -> ChatRequest:
 
 def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
     """Check what the types can't. Raises RequestError."""
-    options = request_options(body, body.service_tier)
+    options = request_options(body, body.service_tier, body.prompt_cache_key)
     if body.nvext is not None and body.nvext.use_raw_prompt:
         raise RequestError("nvext.use_raw_prompt: a chat is told by its template; send the prompt to /v1/completions")
     check_annotations(options, body.stream)
@@ -253,7 +249,6 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         logprobs=bool(body.logprobs),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        session_key=body.prompt_cache_key,
         service_tier=shown_tier(body.service_tier),
         return_token_ids=bool(body.return_token_ids),
     )
@@ -284,7 +279,6 @@ def build_chat(
     is_continued: bool,
     variables: Mapping[str, Any],
     sampling: Mapping[str, Any],
-    session_key: str | None = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
     **others: Any,
 ) -> ChatRequest:
@@ -292,22 +286,20 @@ def build_chat(
 
     `has_prompt`: whether what begins an answer follows the messages; None: as without the field. `is_continued`: the
     answer goes on with the last message. `variables`: of the chat template, from the API's fields. `sampling`: values
-    under OpenAI's names, None where they are not set; `renamed` says what the API calls some. `session_key`: the
-    session's name where no option has it. `others`: fields of ChatRequest.
+    under OpenAI's names, None where they are not set; `renamed` says what the API calls some. `others`: fields
+    of ChatRequest.
     """
     turn = _last_turn(messages, has_prompt, is_continued)
+    checked = api_sampling(sampling, options, recipe, renamed)
     return ChatRequest(
         messages=messages,
         functions=tools.functions,
         tool_mode=tools.mode,
         variables={**recipe.chat.template_kwargs, **variables, **options.chat_template_kwargs, **turn},
-        sampling=api_sampling(sampling, options, recipe, renamed),
+        sampling=checked,
+        options=checked.complete(options.serving),
         guide=tools.guide,
-        cache_salt=options.cache_salt,
         return_timing=options.return_timing,
-        session_id=options.session_id or check_session(session_key or "", "prompt_cache_key"),
-        routing=options.routing,
-        kv_cache_retention_config=options.kv_cache_retention_config,
         annotations=options.annotations,
         extra_fields=options.extra_fields,
         **others,

@@ -83,7 +83,7 @@ class ChatService:
         if request.functions and self._tools is None:
             name = self.services.recipe.name
             raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
-        prompt = await self.prompts.chat(request.messages, request.tools, request.variables, request.cache_salt)
+        prompt = await self.prompts.chat(request.messages, request.tools, request.variables, request.options.cache_salt)
         pictures = self._pictures(request, arrived_at)
         try:
             if pictures is not None:
@@ -143,7 +143,9 @@ class ChatService:
             first = request.pictures[0]
             raise RequestError(f"{first.where.rpartition('.')[0]}.type: {first.part}; this model reads text parts only")
         deadline = self._deadline(arrived_at)
-        return RequestPictures(self.services, self._picture_model, request.pictures, deadline, request.cache_salt)
+        return RequestPictures(
+            self.services, self._picture_model, request.pictures, deadline, request.options.cache_salt
+        )
 
     def _deadline(self, arrived_at: float) -> float:
         timeout_s = self.services.recipe.pipeline.request_timeout_s
@@ -162,13 +164,9 @@ class ChatService:
             SequenceRequest(
                 prompt=prompt.ids,
                 sampling=single,
-                cache_salt=request.cache_salt,
-                priority=request.sampling.priority,
+                options=request.options,
                 deadline=deadline,
                 pictures=pictures,
-                session_id=request.session_id,
-                routing=request.routing,
-                kv_cache_retention_config=request.kv_cache_retention_config,
             )
             for single in expand(params)
         ]

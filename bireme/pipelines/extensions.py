@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from bireme.errors import RequestError
-from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import PARAMETERS
 from bireme.pipelines.json_body import check_plain
-from bireme.request import NO_CHOICE, RoutingChoice, check_retention, check_session
+from bireme.serving_options import (
+    NO_CHOICE,
+    KvCacheRetentionConfig,
+    RoutingChoice,
+    ServingOptions,
+    check_retention,
+    check_session,
+)
 
 if TYPE_CHECKING:
     from msgspec import Struct as ForAll
@@ -107,13 +113,10 @@ class RequestOptions:
     guide_name: str  # how the request calls it
     is_greedy: bool  # whatever the other fields say
     chat_template_kwargs: dict[str, Any]
-    cache_salt: str
+    serving: ServingOptions  # without the priority, which is read with the sampling values
     return_timing: bool
     annotations: tuple[Annotation, ...]  # Dynamo's
     extra_fields: tuple[ExtraField, ...]  # Dynamo's
-    session_id: str
-    routing: RoutingChoice
-    kv_cache_retention_config: KvCacheRetentionConfig | None
 
 
 _SHARED = tuple(field.encode_name for field in msgspec.structs.fields(SharedNames))
@@ -170,10 +173,13 @@ def lower_tier(tier: str, priority: float) -> str:
     return max(within, key=levels.__getitem__, default="flex")
 
 
-def request_options(body: TopLevelNames, tier: ServiceTier | None = None) -> RequestOptions:
+def request_options(
+    body: TopLevelNames, tier: ServiceTier | None = None, session_key: str | None = None
+) -> RequestOptions:
     """Return one value a name, from any place. Raises RequestError, also for values that can't be sent on.
 
-    `tier`: the request's service_tier, where it has one: a priority by another name.
+    `tier`: the request's service_tier, where it has one: a priority by another name. `session_key`: its
+    prompt_cache_key, which is its session where it names none.
     """
     own, nvext = body.bireme, body.nvext
     places: list[tuple[str, msgspec.Struct]] = [("", body), ("bireme.", own)]
@@ -209,13 +215,18 @@ def request_options(body: TopLevelNames, tier: ServiceTier | None = None) -> Req
         guide_name=guide_name,
         is_greedy=nvext is not None and bool(nvext.greed_sampling),
         chat_template_kwargs=chat_template_kwargs,
-        cache_salt=values.pop("cache_salt", ""),
+        serving=ServingOptions(
+            cache_salt=values.pop("cache_salt", ""),
+            session_id=check_session(own.session_id, "bireme.session_id")
+            or check_session(session_key or "", "prompt_cache_key"),
+            routing=own.routing,
+            kv_cache_retention_config=check_retention(
+                own.kv_cache_retention_config, "bireme.kv_cache_retention_config"
+            ),
+        ),
         return_timing=own.return_timing,
         annotations=tuple(dict.fromkeys(nvext.annotations or ())) if nvext is not None else (),
         extra_fields=tuple(dict.fromkeys(nvext.extra_fields or ())) if nvext is not None else (),
-        session_id=check_session(own.session_id, "bireme.session_id"),
-        routing=own.routing,
-        kv_cache_retention_config=check_retention(own.kv_cache_retention_config, "bireme.kv_cache_retention_config"),
         sampling=values,
     )
 

@@ -76,11 +76,12 @@ def prompt_hashes(key: bytes | None) -> HashPrompt:
     salt_key = hashing.salt_key(key) if key is not None else None
 
     def hash_prompt(request: RoutingRequest, tokens_per_block: int) -> Hashes:
-        if request.cache_salt and salt_key is None:
+        options = request.options
+        if options.cache_salt and salt_key is None:
             return np.zeros(0, np.uint64)
         if (hasher := hashers.get(tokens_per_block)) is None:
             hasher = hashers[tokens_per_block] = PromptHasher(tokens_per_block)
-        seed = hashing.event_seed(request.lora_name, request.cache_salt)
-        return hasher(request.prompt, seed, request.media, salt_key if request.cache_salt else None)
+        seed = hashing.event_seed(options.lora_name, options.cache_salt)
+        return hasher(request.prompt, seed, request.media, salt_key if options.cache_salt else None)
 
     return hash_prompt

@@ -46,10 +46,11 @@ from bireme.errors import (
     from_message,
 )
 from bireme.kv.placement import Placement, RoutingRequest
-from bireme.messages import EngineRequest, Finish, KvCacheRetentionConfig, SamplingParams, TokenLogprobs, Usage
+from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
 from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.services import Services
-from bireme.request import NO_CHOICE, Ids, RoutingChoice
+from bireme.request import Ids
+from bireme.serving_options import NO_OPTIONS, ServingOptions
 from bireme.text.detokenizer import Detokenizer
 from bireme.text.output import TextStream, TokenDelta
 from bireme.workers.base import Generation, PrefillResult, UnreachableError
@@ -76,24 +77,15 @@ class SequenceRequest:
 
     prompt: Ids  # CPU 1D
     sampling: SamplingParams  # n is 1, a seed is drawn
-    cache_salt: str = ""
-    lora_name: str = ""
-    priority: float = 0.5
+    options: ServingOptions = NO_OPTIONS
     deadline: float = 0.0  # time.monotonic(); 0: none
     pictures: RequestPictures | None = None  # of a prompt that has room for them
-    session_id: str = ""  # requests of one session stay with their worker
-    routing: RoutingChoice = NO_CHOICE
-    kv_cache_retention_config: KvCacheRetentionConfig | None = None
 
     def routing_request(self, is_resumed: bool = False, has_transfer: bool = True) -> RoutingRequest:
         return RoutingRequest(
             prompt=self.prompt,
-            cache_salt=self.cache_salt,
-            lora_name=self.lora_name,
-            priority=self.priority,
+            options=self.options,
             media=self.pictures.spans if self.pictures is not None else (),
-            session_id=self.session_id,
-            choice=self.routing,
             is_resumed=is_resumed,
             has_transfer=has_transfer,
         )
@@ -123,7 +115,7 @@ class SequenceRunner:
         index: int | None = None,
     ) -> None:
         self._services, self._work = services, work
-        self.metrics = services.metrics_of(work.cache_salt)
+        self.metrics = services.metrics_of(work.options.cache_salt)
         self._stream = TextStream(detokenizer, work.sampling, send, self._settle, self.abort, index)
         self.push = self._push_first
         self.first_token_at = 0.0
@@ -352,11 +344,8 @@ class SequenceRunner:
             prompt=prompt.tobytes(),
             sampling=msgspec.structs.replace(work.sampling, prompt_logprobs=None) if resumed else work.sampling,
             num_resumed=len(resumed),
-            cache_salt=work.cache_salt,
-            lora_name=work.lora_name,
-            priority=work.priority,
+            options=work.options,
             timeout_ms=timeout_ms,
-            kv_cache_retention_config=work.kv_cache_retention_config,
             was_in_stall=self._was_in_stall,
         )
 

@@ -53,7 +53,7 @@ class TextPipeline:
         try:
             with self._services.admitted():
                 requests = self._parse(inputs)
-                is_probe = is_canary(requests[0].cache_salt)
+                is_probe = is_canary(requests[0].options.cache_salt)
                 cancel_with(cancelled)
                 sequences = await self._serve(requests, send, arrived_at)
         except asyncio.CancelledError:
@@ -100,13 +100,8 @@ class TextPipeline:
         first = SequenceRequest(
             prompt=prompt,
             sampling=params[0],
-            cache_salt=request.cache_salt,
-            lora_name=request.lora_name,
-            priority=request.sampling.priority,
+            options=request.options,
             deadline=arrived_at + request.timeout_ms / 1000 if request.timeout_ms else 0.0,
-            session_id=request.session_id,
-            routing=request.routing,
-            kv_cache_retention_config=request.kv_cache_retention_config,
         )
         return [first, *(replace(first, sampling=other) for other in params[1:])]
 

@@ -23,8 +23,9 @@ from bireme.messages import (
     Submit,
     decode_request,
 )
-from bireme.request import check_ids, check_prompt_tokens, parse_retention, timeout_ms
+from bireme.request import check_ids, check_prompt_tokens, timeout_ms
 from bireme.sampling import EncodeText, Sampling, parse_sampling, with_seed
+from bireme.serving_options import read_options
 from bireme.types import Cancelled, Tensors, info_of
 
 if TYPE_CHECKING:
@@ -54,10 +55,7 @@ def parse_stage_request(values: Mapping[str, Any], inputs: Tensors, recipe: Reci
         prompt=prompt,
         sampling=with_seed(_single(sampling).resolve(encode)),
         num_resumed=num_resumed,
-        cache_salt=values.get("cache_salt", ""),
-        kv_cache_retention_config=parse_retention(values.get("kv_cache_retention_config", "")),
-        lora_name=values.get("lora_name", ""),
-        priority=sampling.priority,
+        options=read_options(values, sampling.priority, sampling.lora_name),
         timeout_ms=timeout_ms(inputs, recipe),
         multimodal=values.get("multimodal"),
     )

@@ -198,7 +198,7 @@ class Session:
         self._numbers += 1
         request.number, request.session = self._numbers, self
         self._requests[request.number], self._sinks[request.number] = request, request.sink
-        if isinstance(request.request, EngineRequest) and is_canary(request.request.cache_salt):
+        if isinstance(request.request, EngineRequest) and is_canary(request.request.options.cache_salt):
             self._canaries.add(request.number)
         self.send_later(start_command(request.number, request.request))
 

@@ -14,8 +14,9 @@ from bireme.engines.trtllm import loading
 from bireme.errors import ConfigError, RequestError
 from bireme.kv import hashing
 from bireme.kv.events import BlocksStored
-from bireme.messages import KvCacheRetentionConfig, ProcessorCall, TokenRangeRetention
+from bireme.messages import ProcessorCall
 from bireme.metrics import Registry
+from bireme.serving_options import KvCacheRetentionConfig, TokenRangeRetention
 from bireme.text.tokenizer import load_tokenizer
 from tests.contract.trtllm_harness import PROMPT, UNSET
 from tests.engines.engine_fixtures import wait_for

@@ -18,6 +18,7 @@ from bireme.engines.child.validate import Gate
 from bireme.engines.trtllm.engine import TrtllmEngine
 from bireme.messages import EncodeRequest, EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.metrics import Registry
+from tests.request_options import with_options
 
 PROMPT = list(range(400, 480))
 KEY = b"k" * 32
@@ -95,7 +96,8 @@ class Harness:
         return TrtllmEngine(context, die=self._die)
 
     def ask(self, prompt: list[int] | None = None, params: DisaggregatedParams | None = None, **fields: Any) -> Answer:
-        """Submit; keyword arguments are EngineRequest's, or SamplingParams'."""
+        """Submit; keyword arguments are EngineRequest's, ServingOptions', or SamplingParams'."""
+        fields = with_options(fields)
         request_fields = {name: fields.pop(name) for name in list(fields) if name in EngineRequest.__struct_fields__}
         sampling = SamplingParams(**({"max_tokens": 12} | fields))
         data = np.array(PROMPT if prompt is None else prompt, np.int32).tobytes()

@@ -11,6 +11,7 @@ import numpy as np
 
 from bireme.engines.stub.client import EngineClient
 from bireme.messages import EngineRequest, Finish, SamplingParams, Step, TokenLogprobs, decode_step
+from tests.request_options import with_options
 
 VOCAB_SIZE = 32000
 PROMPT = list(range(1000, 1050))
@@ -68,4 +69,4 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
 def make_request(prompt: list[int] | None = None, max_tokens: int | None = 10, **fields: Any) -> EngineRequest:
     sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens)
     data = np.array(PROMPT if prompt is None else prompt, np.int32).tobytes()
-    return EngineRequest(prompt=data, sampling=sampling, **fields)
+    return EngineRequest(prompt=data, sampling=sampling, **with_options(fields))

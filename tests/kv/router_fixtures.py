@@ -16,6 +16,7 @@ from bireme.kv.hashing import event_seed, sequence_hashes
 from bireme.kv.placement import Floats, Hashes, Placement, RoutingRequest
 from bireme.kv.router import WorkerRouter
 from bireme.messages import Capacity
+from tests.request_options import with_options
 
 BLOCK = 4
 
@@ -63,13 +64,13 @@ class HeldBlocks:
 
 
 def hashes_of(request: RoutingRequest, tokens_per_block: int) -> Hashes:
-    seed = event_seed(request.lora_name, request.cache_salt)
+    seed = event_seed(request.options.lora_name, request.options.cache_salt)
     return np.array(sequence_hashes(request.prompt.tolist(), tokens_per_block, seed), np.uint64)
 
 
 def request(prompt: int | Sequence[int], **fields: Any) -> RoutingRequest:
     tokens = np.arange(prompt) if isinstance(prompt, int) else np.array(prompt)
-    return RoutingRequest(tokens.astype(np.int32), **fields)
+    return RoutingRequest(tokens.astype(np.int32), **with_options(fields))
 
 
 def record(worker: str, **fields: Any) -> WorkerRecord:

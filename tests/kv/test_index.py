@@ -254,6 +254,7 @@ from tests.kv.naive_index import Pair
 import numpy as np
 from bireme.kv.placement import RoutingRequest
 from bireme.pipelines.routing import prompt_hashes
+from bireme.serving_options import ServingOptions
 from bireme.kv.block_uses import BlockUses
 from bireme.kv.event_reading import EventReader
 from bireme.kv.event_wire import BlockRemoved, EventBatch, encode_payload
@@ -264,7 +265,7 @@ with install_recorder("numba:compile") as recorder:
     for _ in range(300): pair.step()
     pair.check()
     hash_prompt(RoutingRequest(np.arange(500, dtype=np.int32)), 16)
-    hashes = hash_prompt(RoutingRequest(np.arange(500, dtype=np.int32), cache_salt="tenant"), 16)
+    hashes = hash_prompt(RoutingRequest(np.arange(500, dtype=np.int32), ServingOptions(cache_salt="tenant")), 16)
     user, depth = np.array([uses.new_user()]), np.array([9.0])
     uses.add(0, hashes), uses.shared(user, hashes), uses.last(user, hashes, depth), uses.subtract(0, hashes)
     pair.index.apply(reader.read([encode_payload(EventBatch(0.0, [BlockRemoved([7])], 0))])[0].changes.of_slot(0))

@@ -9,7 +9,7 @@ from bireme.discovery.records import WorkerRecord
 from bireme.errors import RequestError, UnavailableError
 from bireme.kv.events import DISK, HOST
 from bireme.kv.router import DOWN_S, draw_cost
-from bireme.request import RoutingChoice
+from bireme.serving_options import RoutingChoice
 from tests.kv.router_fixtures import RouterBench, capacity, load, record, request
 
 
@@ -192,7 +192,7 @@ def test_prompts_are_expected_to_be_computed_at_the_rate_seen():
     first = bench.place()
     bench.clock.now += 1.0  # 40 tokens a second
     bench.router.prefilled(first)
-    second = bench.router.place(request(list(range(100, 500)), choice=RoutingChoice(decode_worker=first.decode)))
+    second = bench.router.place(request(list(range(100, 500)), routing=RoutingChoice(decode_worker=first.decode)))
     bench.clock.now += 5.0
     waiting = {one.worker: one.waiting_tokens for one in bench.router.preview(request(40))[1]}
     assert waiting[second.decode] == pytest.approx(400 - 5 * 40)
@@ -231,7 +231,7 @@ def test_power_of_two_never_takes_the_busiest():
 
 def test_direct_takes_the_worker_that_the_request_names():
     bench = RouterBench("decode", "decode_1", mode="direct")
-    placed = bench.place(choice=RoutingChoice(decode_worker="decode_1"))
+    placed = bench.place(routing=RoutingChoice(decode_worker="decode_1"))
     assert (placed.decode, placed.reason) == ("decode_1", "direct")
     with pytest.raises(RequestError, match=r"routing\.decode_worker: missing"):
         bench.place()
@@ -250,13 +250,13 @@ def test_direct_takes_the_worker_that_the_request_names():
 def test_a_choice_that_can_t_be_met_is_refused_by_name(choice, text):
     bench = RouterBench("prefill", "decode", "decode_1", mode="round_robin", enforce=True)
     with pytest.raises(RequestError, match=text):
-        bench.place(choice=choice)
+        bench.place(routing=choice)
 
 
 def test_a_request_may_choose_the_mode():
     bench = RouterBench("decode", "decode_1")
     bench.held.give("decode", 40, 10)
-    placed = [bench.place(choice=RoutingChoice(mode="round_robin")) for _ in range(4)]
+    placed = [bench.place(routing=RoutingChoice(mode="round_robin")) for _ in range(4)]
     assert Counter(one.decode for one in placed) == {"decode": 2, "decode_1": 2}
     assert {one.reason for one in placed} == {"round_robin"}
 
@@ -264,7 +264,7 @@ def test_a_request_may_choose_the_mode():
 def test_a_stream_that_moved_is_not_held_to_its_first_worker():
     bench = RouterBench("decode", "decode_1")
     bench.router.note_down("decode")
-    assert bench.place(choice=RoutingChoice(decode_worker="decode"), is_resumed=True).decode == "decode_1"
+    assert bench.place(routing=RoutingChoice(decode_worker="decode"), is_resumed=True).decode == "decode_1"
 
 
 def test_a_query_counts_nothing():
@@ -289,7 +289,7 @@ def test_each_rank_of_a_worker_is_chosen_by_what_it_holds():
 def test_a_request_may_choose_the_rank():
     bench = RouterBench()
     bench.router.set_workers({"decode": record("decode", capacity=capacity(attention_dp_size=4))})
-    assert bench.place(choice=RoutingChoice(decode_dp_rank=3)).decode_dp_rank == 3
+    assert bench.place(routing=RoutingChoice(decode_dp_rank=3)).decode_dp_rank == 3
 
 
 # who takes part
@@ -400,7 +400,7 @@ def test_workers_that_join_get_requests_and_those_that_leave_get_none():
 def test_a_worker_that_comes_back_as_another_engine_has_nothing_to_do():
     bench = RouterBench()
     bench.router.set_workers({"decode": record("decode", life=1), "decode_1": record("decode_1", life=1)})
-    placed = bench.place(choice=RoutingChoice(decode_worker="decode"))
+    placed = bench.place(routing=RoutingChoice(decode_worker="decode"))
     bench.router.set_workers({"decode": record("decode", life=2), "decode_1": record("decode_1", life=1)})
     bench.held.tiers[0].clear()
     bench.router.finished(placed)
@@ -413,7 +413,7 @@ def test_a_worker_that_drains_gets_nothing_new():
     bench.router.set_workers({"decode": ready, "decode_1": draining})
     assert {bench.place().decode for _ in range(3)} == {"decode"}
     with pytest.raises(UnavailableError, match="decode_1 takes no new requests"):
-        bench.place(choice=RoutingChoice(decode_worker="decode_1"))
+        bench.place(routing=RoutingChoice(decode_worker="decode_1"))
     bench.router.set_workers({"decode_1": draining})
     with pytest.raises(UnavailableError):
         bench.place()
@@ -443,14 +443,14 @@ def two_hosts():
 
 def test_a_prefill_worker_that_a_request_names_gets_a_decode_worker_in_its_reach(two_hosts):
     choice = RoutingChoice(prefill_worker="prefill@b:1")
-    placed = {(one.prefill, one.decode) for one in (two_hosts.place(choice=choice) for _ in range(4))}
+    placed = {(one.prefill, one.decode) for one in (two_hosts.place(routing=choice) for _ in range(4))}
     assert placed == {("prefill@b:1", "decode@b:1")}
 
 
 @pytest.mark.parametrize("decode", ["decode@a:1", "decode@c:1"])
 def test_two_workers_that_no_kv_can_go_between_are_refused_by_name(two_hosts, decode):
     with pytest.raises(RequestError, match=r"routing.prefill_worker: the KV of prefill@b:1 can't get to"):
-        two_hosts.place(choice=RoutingChoice(prefill_worker="prefill@b:1", decode_worker=decode))
+        two_hosts.place(routing=RoutingChoice(prefill_worker="prefill@b:1", decode_worker=decode))
 
 
 def test_kv_that_its_engine_moves_itself_goes_to_any_host():

@@ -4,7 +4,7 @@ import pytest
 
 from bireme.config import BusyRule
 from bireme.errors import ResourceExhaustedError
-from bireme.request import RoutingChoice
+from bireme.serving_options import RoutingChoice
 from tests.kv.router_fixtures import RouterBench, capacity, load, record, request
 
 # sessions
@@ -31,7 +31,7 @@ def test_a_worker_that_the_request_names_goes_before_its_session():
     bench = RouterBench("decode", "decode_1")
     bench.place(session_id="a")
     for worker in ("decode", "decode_1"):
-        assert bench.place(session_id="a", choice=RoutingChoice(decode_worker=worker)).decode == worker
+        assert bench.place(session_id="a", routing=RoutingChoice(decode_worker=worker)).decode == worker
 
 
 # busy workers
@@ -120,7 +120,7 @@ def test_a_recipe_may_have_every_prompt_transferred(settings):
 
 def test_a_request_that_names_its_prefill_worker_is_transferred():
     bench = RouterBench("prefill", "prefill_1", "decode", mode="round_robin")
-    assert bench.place(20, choice=RoutingChoice(prefill_worker="prefill_1")).prefill == "prefill_1"
+    assert bench.place(20, routing=RoutingChoice(prefill_worker="prefill_1")).prefill == "prefill_1"
 
 
 def test_decode_is_given_no_prompt_longer_than_one_of_its_steps():

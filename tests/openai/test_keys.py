@@ -108,7 +108,7 @@ async def test_a_tenants_prompts_share_no_blocks_with_others(frontend):
         bench = await frontend(tenant)
         reply = bench.chat(bearer(), bireme={"cache_salt": "mine"})
         await bench.workers.reached("decode")
-        salts.append(bench.workers.running[0].request.cache_salt)
+        salts.append(bench.workers.running[0].request.options.cache_salt)
         reply.leave()
         await reply.end()
     assert salts[1] == "mine" and salts[0].endswith(".mine") and KEY not in salts[0]
@@ -180,7 +180,7 @@ async def priority_of(bench, **fields):
     emitting = asyncio.ensure_future(bench.workers.emit(4))
     while not bench.workers.running:
         await asyncio.sleep(0)
-    priority = bench.workers.running[0].request.priority
+    priority = bench.workers.running[0].request.options.priority
     await emitting
     assert (await reply.end()).status == 200
     return priority

@@ -18,7 +18,7 @@ ROWS = (
     ("errors", "best_effort", "canary_mark", "coalescing", "engine_kinds", "own_process", "child_process")
     + ("private_files",),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
-    + ("parameters", "stop_signals", "gathering", "inbox", "own_work"),
+    + ("parameters", "serving_options", "stop_signals", "gathering", "inbox", "own_work"),
     ("recipe_files", "llm_args"),
     ("kv", "text", "logits", "multimodal", "video", "discovery"),
     ("engines",),

@@ -29,7 +29,7 @@ async def test_sampling_tensors_reach_the_engine(decode):
     assert request.sampling.temperature == 0.5
     assert (97,) in request.sampling.bad_token_ids
     assert request.timeout_ms == 500
-    assert request.priority == pytest.approx(0.9)
+    assert request.options.priority == pytest.approx(0.9)
     assert request.sampling.seed is not None
 
 

@@ -9,6 +9,7 @@ from bireme.canary_mark import new_mark
 from bireme.errors import EngineLostError, UnavailableError
 from bireme.messages import EngineRequest, Finish, SamplingParams, Usage
 from bireme.metrics import Registry
+from bireme.serving_options import ServingOptions
 from bireme.workers import bus as bus_module
 from bireme.workers.base import UnreachableError
 from bireme.workers.client import Workers
@@ -312,7 +313,9 @@ async def test_gaps_of_canaries_are_not_counted(bus, recorder, monkeypatch):
     monkeypatch.setenv("BIREME_KEY", "ab" * 32)
     metrics, sink = Registry("generate"), recorder()
     workers = Workers(GrpcChannel(bus.address), 2.0, metrics)
-    workers.decode("decode", msgspec.structs.replace(REQUEST, cache_salt=new_mark("ab" * 32)), sink)
+    workers.decode(
+        "decode", msgspec.structs.replace(REQUEST, options=ServingOptions(cache_salt=new_mark("ab" * 32))), sink
+    )
     await bus.until(lambda: bus.engine.requests)
     ((consumer, number),) = bus.engine.requests
     for token in (1, 2):

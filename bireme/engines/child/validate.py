@@ -24,9 +24,9 @@ from bireme.guides import parse_guide
 from bireme.messages import Capacity, EmbedRequest, EngineRequest, SamplingParams
 from bireme.multimodal.wire import OpenedItem, identity_of, open_multimodal
 from bireme.parameters import PARAMETERS, Parameter
-from bireme.request import check_retention, check_text_tokens
+from bireme.request import check_text_tokens
+from bireme.serving_options import check_options
 
-MAX_SALT_CHARACTERS = 1024  # no key: a salt separates prompts as well by its digest
 _ANY = 1e9  # finite, and more than any sensible value
 _RANGED = tuple((row.name, row) for row in PARAMETERS if row.is_field and row.has_range)
 
@@ -55,13 +55,13 @@ class Gate:
         check_sampling(request.sampling, self.capacity.vocab_size, self.limits)
         sampling = self._resolve_lengths(request, len(ids) - request.num_resumed)
         self._check_type(request)
-        digest = ""
+        digest, options = "", request.options
         if request.request_type != "context_and_generation":
             media = identity_of(pictures)
-            digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name, media)
+            digest = disagg.prompt_digest(request.prompt, options.cache_salt, options.lora_name, media)
         params = self._open_params(request.disaggregated_params, len(ids), digest)
         request = msgspec.structs.replace(request, sampling=sampling)
-        return AdmittedRequest(request, ids, params, pictures, digest, is_canary(request.cache_salt))
+        return AdmittedRequest(request, ids, params, pictures, digest, is_canary(options.cache_salt))
 
     def admit_texts(self, request: EmbedRequest) -> AdmittedTexts:
         """Check what is to become embeddings. Raises RequestError."""
@@ -130,21 +130,16 @@ class Gate:
                 raise RequestError(f"prompt: {num_own} tokens; {name} is {limit}; shorten the prompt or raise it")
 
     def _check_request(self, request: EngineRequest) -> None:
-        if not (math.isfinite(request.priority) and 0 <= request.priority <= 1):
-            raise RequestError(f"priority: {request.priority}; 0 to 1, higher first")
+        options = request.options
+        check_options(options)
         if request.timeout_ms < 0:
             raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
         num_ranks = self.capacity.attention_dp_size
         if request.dp_rank is not None and not 0 <= request.dp_rank < num_ranks:
             raise RequestError(f"dp_rank: {request.dp_rank}; this worker has ranks 0 to {num_ranks - 1}")
-        if len(request.cache_salt) > MAX_SALT_CHARACTERS:
-            raise RequestError(
-                f"cache_salt: {len(request.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}; send a digest"
-            )
-        check_retention(request.kv_cache_retention_config)
-        if request.lora_name and request.lora_name not in self.capacity.lora_names:
+        if options.lora_name and options.lora_name not in self.capacity.lora_names:
             known = ", ".join(self.capacity.lora_names) or "none, leave it out"
-            raise RequestError(f"lora_name: no adapter {request.lora_name[:100]!r}; this worker has {known}")
+            raise RequestError(f"lora_name: no adapter {options.lora_name[:100]!r}; this worker has {known}")
 
     def _open_pictures(self, request: EngineRequest, prompt: npt.NDArray[np.int32]) -> tuple[OpenedItem, ...]:
         """Return the pictures, checked against the prompt, with their handles opened."""

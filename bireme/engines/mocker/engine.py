@@ -246,8 +246,8 @@ class MockEngine:
             action()
 
     def _enqueue(self, sequence: MockSequence) -> None:
-        request = sequence.request
-        sequence.content = self._pool.content(request.prompt, request.lora_name, request.cache_salt)
+        options = sequence.request.options
+        sequence.content = self._pool.content(sequence.request.prompt, options.lora_name, options.cache_salt)
         bisect.insort(self._waiting, sequence, key=lambda one: one.rank)
 
     def _leave_queue(self, sequence: MockSequence) -> None:
@@ -531,8 +531,8 @@ class MockEngine:
             return
         has_prompt = one.holding.num_shared == len(one.content.keys)  # else no KV was needed
         if has_prompt and self._pool.is_reusing and num_computed // size > len(one.content.keys):
-            request, tokens = one.request, one.computed_tokens()
-            content = self._pool.content(tokens, request.lora_name, request.cache_salt, one.content)
+            options, tokens = one.request.options, one.computed_tokens()
+            content = self._pool.content(tokens, options.lora_name, options.cache_salt, one.content)
             self._pool.publish(one.holding, content)
 
     def _fail_all(self, error: Exception) -> None:

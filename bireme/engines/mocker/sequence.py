@@ -81,7 +81,7 @@ class MockSequence:
 
     @property
     def rank(self) -> tuple[float, int]:
-        return -self.request.priority, self.order
+        return -self.request.options.priority, self.order
 
     @property
     def deadline(self) -> float:

@@ -141,7 +141,7 @@ class Sequence:
     @property
     def rank(self) -> tuple[float, int]:
         """Smaller runs first: higher priority, then earlier arrival."""
-        return (-self.request.priority, self.number)
+        return (-self.request.options.priority, self.number)
 
 
 @dataclass(slots=True)

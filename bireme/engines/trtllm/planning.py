@@ -25,8 +25,9 @@ from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
 from bireme.engines.trtllm.substitutes import Substitutes
 from bireme.errors import RequestError
 from bireme.logits.base import ProcessorContext
-from bireme.messages import EngineRequest, KvCacheRetentionConfig
+from bireme.messages import EngineRequest
 from bireme.multimodal.wire import OpenedItem
+from bireme.serving_options import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
     from bireme.engines.trtllm.pictures import PictureIntake
@@ -175,17 +176,18 @@ class Planner:
         pictures: tuple[OpenedItem, ...],
     ) -> dict[str, Any]:
         more: dict[str, Any] = {}
-        salt = disaggregation.salt_of(request.cache_salt, pictures) if kind == "generation_only" else request.cache_salt
+        options = request.options
+        salt = disaggregation.salt_of(options.cache_salt, pictures) if kind == "generation_only" else options.cache_salt
         if salt:
             more["cache_salt"] = salt
-        if request.lora_name:
-            more["lora_request"] = self._adapters.request(request.lora_name)
-        if request.kv_cache_retention_config is not None:
-            more["kv_cache_retention_config"] = retention_config(self._api, request.kv_cache_retention_config)
-        if request.priority != DEFAULT_PRIORITY:
+        if options.lora_name:
+            more["lora_request"] = self._adapters.request(options.lora_name)
+        if options.kv_cache_retention_config is not None:
+            more["kv_cache_retention_config"] = retention_config(self._api, options.kv_cache_retention_config)
+        if options.priority != DEFAULT_PRIORITY:
             self._tell_priority()
             if "priority" in self._api.generate_parameters:
-                more["priority"] = request.priority
+                more["priority"] = options.priority
         if request.dp_rank is not None:
             more["scheduling_params"] = self._api.scheduling_params(
                 attention_dp_rank=request.dp_rank, attention_dp_relax=False

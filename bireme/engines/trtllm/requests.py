@@ -121,7 +121,7 @@ class Requests:
         try:
             if self._loaded.pictures is not None:
                 self._loaded.pictures.complete(run.call, run.pictures)
-            if run.call.more.get("cache_salt") or run.request.lora_name:
+            if run.call.more.get("cache_salt") or run.request.options.lora_name:
                 self._loaded.iterations.request_begins(run.call.prompt, run.spans)
             run.result = self._generate(run.call)
             if self._loaded.pictures is not None:

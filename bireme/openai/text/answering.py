@@ -12,7 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from bireme import best_effort
 from bireme.canary_mark import is_canary
@@ -30,7 +32,8 @@ from bireme.pipelines.chat_usage import server_timing
 from bireme.pipelines.extensions import Annotation, lower_tier
 from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
-from bireme.request import Ids, check_session
+from bireme.request import Ids
+from bireme.serving_options import check_session
 
 logger = logging.getLogger("bireme.openai")
 Streams = set[EventStream]  # the running ones, for comments
@@ -48,25 +51,28 @@ def for_caller(call: Call, request: _R) -> _R:
     if call.is_batch:
         request = _lowered(request, best_effort.PRIORITY)
     request = within_key(call.tenant, request)
-    call.is_canary = is_canary(request.cache_salt)
-    if not request.session_id and (header := call.header(SESSION_HEADER)):
-        session_id = check_session(header.decode("latin-1"), SESSION_HEADER.decode())
-        request = replace(request, session_id=session_id)
+    call.is_canary = is_canary(request.options.cache_salt)
+    if not request.options.session_id and (header := call.header(SESSION_HEADER)):
+        request = _with(request, session_id=check_session(header.decode("latin-1"), SESSION_HEADER.decode()))
     return request
 
 
 def within_key(tenant: Tenant, request: _R) -> _R:
     """Return the request with its key's cache salt, and at most its key's priority."""
-    if request.sampling.priority > tenant.max_priority:
+    if request.options.priority > tenant.max_priority:
         request = _lowered(request, tenant.max_priority)
-    if (salt := tenant.cache_salt(request.cache_salt)) != request.cache_salt:
-        request = replace(request, cache_salt=salt)
+    if (salt := tenant.cache_salt(request.options.cache_salt)) != request.options.cache_salt:
+        request = _with(request, cache_salt=salt)
     return request
+
+
+def _with(request: _R, **changes: Any) -> _R:
+    return replace(request, options=msgspec.structs.replace(request.options, **changes))
 
 
 def _lowered(request: _R, priority: float) -> _R:
     """Return the request with this priority; its answer tells the service tier that it gets."""
-    request = replace(request, sampling=replace(request.sampling, priority=priority))
+    request = _with(request, priority=priority)
     if isinstance(request, ChatRequest) and request.service_tier is not None:
         request = replace(request, service_tier=lower_tier(request.service_tier, priority))
     return request

@@ -34,7 +34,7 @@ class ChatCompletions:
         model = self._models.get(body.model)
         with counted(call, model):
             request = for_caller(call, check_chat(body, model.recipe))
-            if request.routing.query_only:
+            if request.options.routing.query_only:
                 await self._query(call, model, request)
             elif request.stream:
                 await self._stream(call, model, request)
@@ -63,7 +63,7 @@ class ChatCompletions:
         n, annotations = request.sampling.params.n, b""
         if request.annotations:
             shown = await model.chat.prompts.shown(
-                request.messages, request.tools, request.variables, request.cache_salt
+                request.messages, request.tools, request.variables, request.options.cache_salt
             )
             annotations = annotation_events(request.annotations, call, *shown)
         heading = _heading(model, request)

@@ -9,7 +9,6 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
-from bireme.messages import KvCacheRetentionConfig
 from bireme.parameters import BY_NAME
 from bireme.pipelines.chat_request import (
     OpenAIBody,
@@ -19,8 +18,8 @@ from bireme.pipelines.chat_request import (
     openai_sampling,
 )
 from bireme.pipelines.extensions import REFUSED_NAMES, Annotation, ExtraField, RequestOptions, request_options
-from bireme.request import RoutingChoice
 from bireme.sampling import Sampling
+from bireme.serving_options import ServingOptions
 
 REFUSED = {
     "suffix": "not served: no fill in the middle; remove it",
@@ -50,11 +49,8 @@ class CompletionRequest:
     wants_tokens: bool  # False: max_tokens 0, the prompt alone
     stream: bool
     include_usage: bool
-    cache_salt: str
+    options: ServingOptions
     return_timing: bool
-    session_id: str
-    routing: RoutingChoice
-    kv_cache_retention_config: KvCacheRetentionConfig | None
     annotations: tuple[Annotation, ...]  # of a stream
     extra_fields: tuple[ExtraField, ...]  # of the answer's nvext
     return_token_ids: bool
@@ -71,19 +67,17 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
         raise RequestError("max_tokens: 0; without echo there is nothing to answer, send 1 or more, or echo true")
     if body.echo and body.logprobs is not None:
         _check_scores_prompts(recipe)
+    sampling = _sampling(body, options, recipe)
     return CompletionRequest(
         prompts=_prompts(body.prompt, recipe.limits),
-        sampling=_sampling(body, options, recipe),
+        sampling=sampling,
+        options=sampling.complete(options.serving),
         logprobs=body.logprobs,
         echo=bool(body.echo),
         wants_tokens=body.max_tokens != 0,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        cache_salt=options.cache_salt,
         return_timing=options.return_timing,
-        session_id=options.session_id,
-        routing=options.routing,
-        kv_cache_retention_config=options.kv_cache_retention_config,
         annotations=options.annotations,
         extra_fields=options.extra_fields,
         return_token_ids=bool(body.return_token_ids),

@@ -67,7 +67,7 @@ class Completions:
         with counted(call, model):
             request = for_caller(call, check_completion(body, model.recipe))
             job = await self._prepare(call, model, request)
-            if request.routing.query_only:
+            if request.options.routing.query_only:
                 await self._query(call, model, job)
             elif request.stream:
                 await self._stream(call, model, job)
@@ -75,7 +75,7 @@ class Completions:
                 await self._whole(call, model, job)
 
     async def _prepare(self, call: Call, model: ServedModel, request: CompletionRequest) -> _CompletionJob:
-        salt = request.cache_salt
+        salt = request.options.cache_salt
         prompts = [await self._encode(model, prompt, at, salt) for at, prompt in enumerate(request.prompts)]
         num_prompt_tokens = sum(map(len, prompts))
         call.tenant.take_prompt(num_prompt_tokens)
@@ -86,12 +86,8 @@ class Completions:
             SequenceRequest(
                 prompt=prompt,
                 sampling=single,
-                cache_salt=salt,
-                priority=request.sampling.priority,
+                options=request.options,
                 deadline=call.arrived_at + timeout_s if timeout_s else 0.0,
-                session_id=request.session_id,
-                routing=request.routing,
-                kv_cache_retention_config=request.kv_cache_retention_config,
             )
             for prompt in prompts
             for single in expand(params)

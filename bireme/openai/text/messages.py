@@ -34,7 +34,7 @@ class Messages:
         with counted(call, model):
             request = check_messages(body, model.recipe)
             request = replace(request, chat=for_caller(call, request.chat))
-            if request.chat.routing.query_only:
+            if request.chat.options.routing.query_only:
                 await self._query(call, model, request)
             elif request.chat.stream:
                 await self._stream(call, model, request)

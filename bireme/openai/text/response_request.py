@@ -196,7 +196,7 @@ class ResponseRequest:
 
 def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] = ()) -> ResponseRequest:
     """Check what the types can't. `history`: items of the responses that this one goes on from. Raises RequestError."""
-    options = request_options(body, body.service_tier)
+    options = request_options(body, body.service_tier, body.prompt_cache_key)
     check_no_nvext_reply(options)
     include = _include(body)
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
@@ -207,7 +207,7 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
     functions = _TOOLS.functions(given.functions, recipe.limits)
     tools = _TOOLS.offered(functions, _choice(body.tool_choice, bool(functions)), guide)
     _check_keeping(body)
-    if options.routing.query_only:
+    if options.serving.routing.query_only:
         raise RequestError("bireme.routing.query_only: a response is an answer; ask /v1/chat/completions")
     items = input_items(body.input)
     conversation = Conversation(recipe.limits, recipe.media, body.instructions)
@@ -230,7 +230,6 @@ def check_response(body: ResponseBody, recipe: Recipe, history: Sequence[Item] =
         logprobs=has_logprobs,
         stream=bool(body.stream),
         include_usage=True,
-        session_key=body.prompt_cache_key,
         service_tier=shown_tier(body.service_tier) or "default",
         renamed={"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
     )

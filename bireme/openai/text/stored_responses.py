@@ -200,7 +200,7 @@ class StoredResponses:
         Raises RateLimitError, UnavailableError.
         """
         tenant, limit = call.tenant, self._config.max_background
-        own = msgspec.structs.replace(body.bireme, session_id=request.chat.session_id)
+        own = msgspec.structs.replace(body.bireme, session_id=request.chat.options.session_id)
         again = encode_json(msgspec.structs.replace(body, bireme=own))
         queued, items = form.json("queued", []), listed(request.items)
         new = NewResponse(form.id, tenant.name, body.previous_response_id or request.conversation, queued, items, again)

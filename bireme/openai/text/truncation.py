@@ -23,7 +23,9 @@ async def truncated(model: ServedModel, request: ChatRequest) -> ChatRequest:
         dropped = [part for message in messages[first:cut] for part in message["content"] if isinstance(part, dict)]
         num_pictures = sum(part["type"] == "image" for part in dropped)
         shorter = replace(request, messages=messages[:first] + messages[cut:], pictures=request.pictures[num_pictures:])
-        prompt = await model.chat.prompts.chat(shorter.messages, shorter.tools, shorter.variables, shorter.cache_salt)
+        prompt = await model.chat.prompts.chat(
+            shorter.messages, shorter.tools, shorter.variables, shorter.options.cache_salt
+        )
         check_prompt_tokens(len(prompt.ids), model.recipe.limits, capacity.max_seq_len if capacity else None)
         return shorter
 

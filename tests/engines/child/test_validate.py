@@ -29,7 +29,7 @@ def gate(stage="decode", **fields):
 
 
 def params_for(request, **fields):
-    digest = disagg.prompt_digest(request.prompt, request.cache_salt, request.lora_name)
+    digest = disagg.prompt_digest(request.prompt, request.options.cache_salt, request.options.lora_name)
     values = {"worker": "prefill", "life": 1, "lease_id": 1, "generation": 1, "num_tokens": len(request.prompt) // 4}
     return disagg.seal(disagg.DisaggregatedParams(**(values | {"prompt_digest": digest} | fields)), KEY)
 

@@ -10,6 +10,7 @@ from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.step import SchedulerOutput, Sequence
 from bireme.kv.block_manager import BlockManager, GroupSpec
 from bireme.messages import EngineRequest, SamplingParams
+from bireme.serving_options import ServingOptions
 
 STEP_S = 0.01
 
@@ -27,7 +28,7 @@ class Steps:
         self.num_added = 0
 
     def add(self, num_prompt: int = 4, max_tokens: int = 2_000, priority: float = 0.5) -> Sequence:
-        asked = EngineRequest(prompt=b"", sampling=SamplingParams(), priority=priority)
+        asked = EngineRequest(prompt=b"", sampling=SamplingParams(), options=ServingOptions(priority=priority))
         tokens, self.num_added = list(range(num_prompt)), self.num_added + 1
         made = Sequence(
             (0, self.num_added), asked, tokens, num_prompt, max_tokens, frozenset(), 0.0, self.manager.open()

@@ -13,6 +13,7 @@ from bireme.engines.torch.forward import decoder_weights
 from bireme.engines.torch.forward.decode_graphs import graph_sizes
 from bireme.engines.torch.forward.graphs import capture
 from bireme.engines.torch.forward.runner import HfRunner
+from bireme.serving_options import ServingOptions
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
@@ -94,7 +95,7 @@ def test_what_rests_beside_others_goes_on_with_what_the_device_has_of_it(tmp_pat
     queue = {"best_effort_share": 0.3}
     with Harness(path, **ENGINE, queue=queue, disable_overlap_scheduler=is_serial) as engine:
         expected = engine.run([line, request(PROMPTS[1], 12)])
-        resting = engine.submit(msgspec.structs.replace(line, priority=0.0))
+        resting = engine.submit(msgspec.structs.replace(line, options=ServingOptions(priority=0.0)))
         assert resting.has_tokens.wait(60)
         live = engine.submit(request(PROMPTS[1], 12))
         assert [live.finish.error, live.tokens] == ["", expected[1]]

@@ -12,7 +12,7 @@ import pytest
 
 from bireme.errors import ConfigError, RequestError
 from bireme.kv.events import DEVICE, DISK, HOST
-from bireme.messages import KvCacheRetentionConfig, TokenRangeRetention
+from bireme.serving_options import KvCacheRetentionConfig, TokenRangeRetention
 from tests.engines.torch.torch_harness import WAIT_S, Harness, make_prompts, request
 from tests.kv.naive_cache import NaiveCache
 

@@ -18,6 +18,7 @@ from bireme.engines.torch.engine import TorchEngine
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.metrics import Registry
+from tests.request_options import with_options
 
 WAIT_S = 60.0
 KEY = b"k" * 32
@@ -55,10 +56,10 @@ class Result:
 
 
 def request(prompt: Sequence[int], max_tokens: int | None = 48, **fields: Any) -> EngineRequest:
-    """Return a greedy request that goes on past the end of sequence; EngineRequest's fields pass through."""
+    """Return a greedy request that goes on past the end of sequence; EngineRequest's fields and its options' pass."""
     sampling = {name: fields.pop(name) for name in list(fields) if name in SamplingParams.__struct_fields__}
     params = SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True} | sampling))
-    return EngineRequest(prompt=np.asarray(prompt, "<i4").tobytes(), sampling=params, **fields)
+    return EngineRequest(prompt=np.asarray(prompt, "<i4").tobytes(), sampling=params, **with_options(fields))
 
 
 class Harness:

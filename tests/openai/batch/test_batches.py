@@ -173,7 +173,7 @@ async def test_a_line_gives_way_to_all_live_requests(idle):
     await create(idle, line(0, bireme={"priority": 1}))
     while not idle.workers.running:
         await asyncio.sleep(0.001)
-    assert idle.workers.running[0].request.priority == 0
+    assert idle.workers.running[0].request.options.priority == 0
 
 
 async def test_a_refused_line_is_in_the_error_file_and_the_others_are_answered(bench):

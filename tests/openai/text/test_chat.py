@@ -70,7 +70,7 @@ async def test_sampling_reaches_the_engine(frontend):
     request = bench.workers.running[0].request
     params = request.sampling
     assert (params.temperature, params.seed, params.logit_bias, params.top_k) == (0.5, 3, {7: -100.0}, 4)
-    assert (params.min_p, request.priority, params.max_tokens) == (0.1, 1, 4)
+    assert (params.min_p, request.options.priority, params.max_tokens) == (0.1, 1, 4)
     reply.leave()
     await reply.end()
 

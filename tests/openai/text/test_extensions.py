@@ -73,7 +73,12 @@ async def test_what_dynamo_takes_in_nvext_is_served(frontend, post):
     nvext = {"ignore_eos": True, "top_k": 3, "repetition_penalty": 1.5, "cache_salt": "x", "annotations": []}
     request = await engine_request(await frontend(), post, nvext=nvext)
     params = request.sampling
-    assert (params.ignore_eos, params.top_k, params.repetition_penalty, request.cache_salt) == (True, 3, 1.5, "x")
+    assert (params.ignore_eos, params.top_k, params.repetition_penalty, request.options.cache_salt) == (
+        True,
+        3,
+        1.5,
+        "x",
+    )
 
 
 @POSTS
@@ -84,12 +89,12 @@ async def test_greed_sampling_beats_the_temperature(frontend, post):
 
 async def test_salts_of_every_place_reach_the_engine(frontend):
     for fields in ({"cache_salt": "x"}, {"bireme": {"cache_salt": "x"}}):
-        assert (await engine_request(await frontend(), "chat", **fields)).cache_salt == "x"
+        assert (await engine_request(await frontend(), "chat", **fields)).options.cache_salt == "x"
 
 
 async def test_a_lower_priority_at_the_top_level_comes_earlier(frontend):
     bench = await frontend()
-    found = [(await engine_request(bench, "chat", priority=rank)).priority for rank in (-1000, -1, 0, 1, 1000)]
+    found = [(await engine_request(bench, "chat", priority=rank)).options.priority for rank in (-1000, -1, 0, 1, 1000)]
     assert found == sorted(found, reverse=True) and len(set(found)) == 5
     assert found[2] == 0.5 and all(0 <= priority <= 1 for priority in found)
 
@@ -102,7 +107,7 @@ async def test_a_service_tier_is_a_priority_and_the_answer_repeats_it(frontend, 
     await bench.workers.emit(4)
     assert {chunk.get("service_tier") for chunk in (await reply.end()).events()[:-1]} == {shown}
     request = await engine_request(bench, "chat", **({"service_tier": tier} if tier else {}))
-    assert request.priority == {"flex": 0.25, "priority": 0.75}.get(shown, 0.5)
+    assert request.options.priority == {"flex": 0.25, "priority": 0.75}.get(shown, 0.5)
 
 
 ASKED = {

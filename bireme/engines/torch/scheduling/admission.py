@@ -21,7 +21,8 @@ from bireme.errors import RequestError
 from bireme.kv.block_manager import BlockManager
 from bireme.kv.block_pool import Retention
 from bireme.logits.sampler import Sampler
-from bireme.messages import KvCacheRetentionConfig, SamplingParams
+from bireme.messages import SamplingParams
+from bireme.serving_options import KvCacheRetentionConfig
 
 
 class Admission:
@@ -80,10 +81,10 @@ class Admission:
             stop_ids=frozenset((*eos_ids, *request.sampling.stop_token_ids)),
             arrived_at=now,
             table=self._manager.open(
-                request.lora_name,
-                request.cache_salt,
+                request.options.lora_name,
+                request.options.cache_salt,
                 pictures.spans if pictures else (),
-                block_retention(request.kv_cache_retention_config, num_prompt, self._limits.tokens_per_block),
+                block_retention(request.options.kv_cache_retention_config, num_prompt, self._limits.tokens_per_block),
             ),
             deadline=now + request.timeout_ms / 1e3 if request.timeout_ms else 0.0,
             params=params,
