@@ -60,7 +60,7 @@ class EtcdStore:
         return {name: record for name, (record, doubt) in opened.items() if not doubt}
 
     def wait(self, timeout_s: float) -> None:
-        """A watch silent for `timeout_s` is opened anew: etcd's own heartbeats are minutes apart."""
+        """A watch silent for `timeout_s` is opened anew."""
         import requests
 
         if (response := self._watch) is None:  # it was closed meanwhile
@@ -129,7 +129,7 @@ class EtcdStore:
             watch.close()
 
     def _open(self, name: str, value: bytes) -> Refused | None:
-        """Return a record, and why it must not be trusted, if so; None: it is none."""
+        """Return a record and why not to trust it; None: it is none."""
         told = self._unread.get(name) == value
         try:
             record, doubt = open_record(value, self._key)

@@ -49,7 +49,7 @@ class Follower:
 
     @property
     def problem(self) -> str:
-        """Why the view may be out of date, and for how long; empty: it is current."""
+        """Why the view may be out of date; empty: it is current."""
         if not self._problem or not self._failing_since:
             return self._problem
         return f"{self._problem} (for {time.monotonic() - self._failing_since:.0f} s)"

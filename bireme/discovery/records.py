@@ -65,12 +65,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def can_transfer(source: WorkerRecord, target: WorkerRecord) -> bool:
-    """Return whether KV can go from one's engine to the other's; true where a host is unknown."""
+    """Return whether KV can go between them; true where a host is unknown."""
     return source.moves_own_kv or not source.host or not target.host or source.host == target.host
 
 
 def key_id(key: bytes) -> str:
-    """Return a name for the key and its use that tells nothing about it."""
+    """Return a name for key and scheme that tells nothing about the key."""
     return hashlib.blake2b(b"bireme deployment 2", key=key, digest_size=8).hexdigest()
 
 

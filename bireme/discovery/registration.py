@@ -1,6 +1,6 @@
 """Keeps an engine process's records in a shared store, on a thread: its life is the lease.
 
-The engine never waits for the store. What can't be written is tried again; so is an id that another launch has.
+The engine never waits for the store; what can't be written is tried again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Registration:
         self._thread.start()
 
     def set(self, record: WorkerRecord) -> None:
-        """Hold this record from now on, in place of the one of its id."""
+        """Hold this record, in place of the one of its id."""
         with self._lock:
             self._records[record.id] = record
         self._wake.set()

@@ -60,7 +60,7 @@ def check_private(folder: Path, remedy: str) -> None:
 
 
 def deployment_key(folder: Path) -> bytes:
-    """Return BIREME_KEY (hex), else the folder's key, made by the first to ask. Raises ConfigError."""
+    """Return BIREME_KEY (hex), else the folder's, made if missing. Raises ConfigError."""
     if (named := named_key()) is not None:
         return named
     path = folder / "key"
@@ -102,7 +102,7 @@ def is_draining(folder: Path, worker: str = "") -> bool:
 
 
 def ask_drain(folder: Path, worker: str = "", *, undo: bool = False) -> None:
-    """Have a worker take no new requests, or with "" the launch none of other servers."""
+    """Have a worker, or with "" the launch, take none; own pipelines go on."""
     marker = folder / (f"{worker}.{DRAIN}" if worker else DRAIN)
     marker.unlink(missing_ok=True) if undo else marker.touch(mode=0o600)
 

@@ -269,5 +269,5 @@ def own_record(recipe: Recipe, worker: str, life: int, folder: Path, key: bytes,
 
 
 def _model_name(recipe: Recipe) -> str:
-    """Folders differ from host to host; one may hold what another takes from the hub."""
+    """The last part: folders differ from host to host."""
     return Path(recipe.model.rstrip("/")).name

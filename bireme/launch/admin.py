@@ -1,4 +1,4 @@
-"""A small HTTP client of one tritonserver: readiness, metrics, and the model-repository calls with their key."""
+"""A small HTTP client of one tritonserver: readiness, metrics, and the model repository."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdminClient:
         self._headers = {ADMIN_HEADER: key} if key else {}
 
     def is_ready(self, timeout_s: float = 1.0) -> bool:
-        """Return whether the server and every model asked for at its start is ready."""
+        """Whether the server and the models of its start are ready."""
         return self._answers("/v2/health/ready", timeout_s)
 
     def is_live(self, timeout_s: float = 1.0) -> bool:

@@ -232,7 +232,7 @@ class Canaries:
 
 
 def _does_work(series: WorkerSeries | None, last: WorkerSeries | None, has_prefill: bool) -> bool:
-    """Whether a decode worker has since made steps, and imported KV where it should."""
+    """Whether a decode worker has since made steps, and imported KV."""
     if series is None or last is None or not series.queued or series.steps == last.steps:
         return False
     return not has_prefill or series.imported > last.imported

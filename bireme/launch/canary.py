@@ -1,7 +1,6 @@
 """Tiny generations that prove a path through the deployment.
 
-Each has a cache_salt of its own, so that it finds and leaves no KV. One that is refused says nothing about what is
-broken.
+Each has a cache_salt of its own, so that it finds and leaves no KV. A refusal says nothing about what is broken.
 """
 
 from __future__ import annotations
@@ -222,7 +221,7 @@ def _failure(status: int, error: Any) -> CanaryResult:
 
 
 def _picture_url() -> str:
-    """Return a gray PNG as a data URL; its random shade is in no cache of embeddings."""
+    """Return a gray PNG as a data URL, of a random shade: in no cache."""
     row = b"\0" + bytes([secrets.randbelow(256)]) * 3 * _PICTURE_SIDE
     header = struct.pack(">IIBBBBB", _PICTURE_SIDE, _PICTURE_SIDE, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(row * _PICTURE_SIDE)), (b"IEND", b""))

@@ -141,7 +141,7 @@ class Deployment:
     def start(self) -> None:
         """Check, start the server, load. Raises PreflightError, ServerStartError.
 
-        A server that a signal kills meanwhile is started again: 2.51 sometimes aborts in a load on a busy machine.
+        A server that a signal kills meanwhile is started again: 2.51 sometimes aborts in a load.
         """
         settings = self.settings
         self._installation = check_all(settings.recipe, self._listeners(), self._num_stubs, self.run_folder.path)
@@ -260,10 +260,7 @@ class Deployment:
         self._folder_problem = ""
 
     def _drain(self) -> float:
-        """Let requests end; return how long the server's end may take.
-
-        While models load there is nothing to drain, and Triton would wait for the loads.
-        """
+        """Let requests end; return how long the server's end may take."""
         monitor = self._monitor
         if monitor is None or not self.server.is_running:
             return _SHORT_STOP_S

@@ -79,7 +79,7 @@ def get(address: str, path: str, timeout_s: float, has_tls: bool = False) -> byt
 
 
 def ask_grpc(address: str, tls: ssl.SSLContext | None = None) -> Ask:
-    """Return a question that a gRPC server answers before any call: its HTTP/2 settings."""
+    """A gRPC server sends its HTTP/2 settings before any call."""
     host, _, port = address.rpartition(":")
 
     def ask(timeout_s: float) -> None:

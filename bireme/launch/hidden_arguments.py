@@ -1,8 +1,8 @@
 """Arguments of a program that no other user of this host can read.
 
-/proc/PID/cmdline is open to everybody, and tritonserver takes its keys as arguments alone. So it is started with other
-ones, and the keys in its environment. The kernel holds it at its first instruction (`own_process.py`); there the
-pointers of its arguments are turned to its environment. /proc shows the bytes of the start: no key at any moment.
+/proc/PID/cmdline is open to everybody, and tritonserver takes its keys as arguments alone. So it starts with others, and
+the keys in its environment. The kernel holds it at its first instruction (`own_process.py`); there the pointers of
+its arguments are turned to the environment. /proc goes on showing the bytes of the start.
 """
 
 from __future__ import annotations

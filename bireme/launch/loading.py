@@ -46,10 +46,7 @@ class LoadingStubs:
         return any(now - since >= _UNNOTICED_S for since in self._dead_since.values())
 
     def end_given_up(self, loading: Collection[str], now: float) -> list[str]:
-        """End the stubs of models whose load goes on long after all have started.
-
-        Return the models; they can be loaded again.
-        """
+        """End the stubs of models whose load goes on long after all have started; return the models."""
         alive = self._alive(loading)
         started = [model for model, pids in alive.items() if all(map(self._has_started, pids))]
         self._started_since = {model: self._started_since.get(model, now) for model in started}
@@ -81,7 +78,7 @@ class LoadingStubs:
 def load_models(
     server: Server, models: Collection[str], owners: Mapping[str, str], console: Console, stopping: threading.Event
 ) -> None:
-    """Return when all are loaded or `stopping` is set. Raises ServerStartError with each model's reason.
+    """Return when all are loaded or `stopping` is set. Raises ServerStartError.
 
     `owners`: the model of each stub's name.
     """

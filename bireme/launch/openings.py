@@ -54,6 +54,6 @@ def warn_of_old_triton(hosts: Hosts, version: str, console: Console) -> None:
 
 
 def _has_own_etcd(recipe: Recipe) -> bool:
-    """Whether the store is of this machine, as far as is known of a folder."""
+    """Also true of a folder: its place is unknown."""
     endpoints = (urlsplit(endpoint).hostname or "" for endpoint in recipe.discovery.endpoints)
     return recipe.discovery.backend != "etcd" or any(map(is_loopback, endpoints))

@@ -50,7 +50,7 @@ def free_ports() -> Ports:
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens; no process gets it again while this one lives. Raises OSError."""
+    """Return a port on which nobody listens; given once while this process lives. Raises OSError."""
     with _lock:
         while True:
             while _unused:

@@ -1,6 +1,6 @@
 """Process trees on Linux, from /proc: what runs below a server, and how to end all of it.
 
-Only "no such file" and "no such process" mean that a process is gone; other failures to look are raised as OSError.
+Failures to look but "no such file" and "no such process" are raised as OSError.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def state(pid: int) -> str:
 
 
 def started_at(pid: int) -> int | None:
-    """Return the start in clock ticks, with the pid an identity; None: no such process."""
+    """Return the start in clock ticks; None: no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
@@ -96,7 +96,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def stubs(server_pid: int) -> dict[str, list[int]]:
-    """Return name -> a tritonserver's stubs, less those that complete a configuration; a former one may still end."""
+    """Return name -> a tritonserver's stubs; a former one may still end."""
     found: dict[str, list[int]] = {}
     for pid in children(server_pid):
         name = stub_name(command_line(pid))
@@ -108,8 +108,7 @@ def stubs(server_pid: int) -> dict[str, list[int]]:
 def stub_name(arguments: list[str]) -> str | None:
     """Return a stub's name; None: it is no instance of a model.
 
-    .../decode/1/model.py ... decode_0_0 -> decode; generate_0_1, the second instance -> generate_1. Who completes a
-    configuration has the bare model name there.
+    .../decode/1/model.py ... decode_0_0 -> decode; generate_0_1, the second instance -> generate_1.
     """
     if not arguments or not arguments[0].endswith(_STUB):
         return None

@@ -85,7 +85,7 @@ def _check_rules(recipe: Recipe, tree: dict[str, Any], source: YamlSource, folde
 
 
 def _make(folder: Path, tree: dict[str, Any], source: YamlSource) -> tuple[Recipe | None, list[Finding]]:
-    """Note each error and take its key out, until it can be made or nothing helps."""
+    """Note each error and take its key out, until nothing helps."""
     found: list[Finding] = []
     while len(found) < _MOST_FINDINGS:
         try:
@@ -159,7 +159,7 @@ def _check_models(recipe: Recipe, source: YamlSource) -> Iterator[Finding]:
 
 
 def _from_problem(problem: Problem, source: YamlSource) -> Finding:
-    """`devices` and the like stand in recipe.yaml, all else in the engine's YAML."""
+    """`devices` and the like stand in recipe.yaml."""
     in_recipe = problem.path[:1] in (("devices",), ("engine",), ("engine_version",))
     block: Keys = () if in_recipe else ("engine_config",)
     shown = "" if problem.value is NOTHING else show(problem.value)

@@ -46,7 +46,7 @@ def _has_steps(model: Path, recipe: Recipe) -> bool:
 
 
 def _compile(model: Path) -> None:
-    """Triton would take byte code that the first load writes for a new version, and load it again."""
+    """Byte code that the first load writes would be a new version to Triton."""
     compileall.compile_dir(model / "1", maxlevels=0, quiet=2)
 
 

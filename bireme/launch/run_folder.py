@@ -99,7 +99,7 @@ class RunFolder:
     def clear(self) -> None:
         """Empty it for the next server, or make it again.
 
-        What frontend and memory service keep stays; workers that sleep or drain remain so.
+        What frontend and memory service keep stays; so do drain and sleep.
         """
         self.sweep_shared_memory()
         with self._mutex:
@@ -187,7 +187,7 @@ def _shm_prefix(folder: Path) -> str:
 
 
 def _sweep_shared_memory(folder: Path, *, keeps_pulses: bool = False) -> list[str]:
-    """Unlink the Python backend's regions, KV files and pulses. `keeps_pulses`: of living processes."""
+    """`keeps_pulses`: those of living processes."""
     names = []
     all_workers = shm_file.file_prefix(folder, "").removesuffix("-")
     for prefix in (_shm_prefix(folder), all_workers):

@@ -61,7 +61,7 @@ class ServerStartError(BiremeError):
 
 
 class ServerDiedError(ServerStartError):
-    """A signal ended it while it started: its own abort, or for want of memory."""
+    """A signal ended it while it started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ class Server:
         self.run_folder.sweep_shared_memory()
 
     def note_members(self) -> None:
-        """Remember what runs below it now, so that it can be ended after the server."""
+        """Remember what runs below it, to be ended after it."""
         if self.is_running:
             with contextlib.suppress(OSError):
                 self._members.update({pid: processes.started_at(pid) for pid in processes.descendants(self.pid)})
@@ -307,7 +307,7 @@ class Server:
         ]
 
     def _restrictions(self) -> list[str]:
-        """What clients may not call: each list has a header whose key opens it, kept by nobody but for one."""
+        """Each list of what clients may not call has a header whose key opens it; one key is kept."""
         restricted: dict[str, tuple[str, ...]] = {ADMIN_HEADER: RESTRICTED_APIS}
         if not self.options.allow_client_shm:
             restricted[SHM_HEADER] = ("shared-memory",)

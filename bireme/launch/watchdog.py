@@ -1,8 +1,8 @@
 """Heals what Triton never heals itself: a model whose stub process has died.
 
 Such a model still says READY, and its requests hang or fail. Unload plus load brings new stubs, also while an old one
-hangs in UNLOADING; load alone does nothing. A model's other stubs end their streams; Triton waits for the dead one's
-requests, so they are ended here. A stub that asks to be replaced is treated alike.
+hangs in UNLOADING; load alone does nothing. A model's other stubs end their streams; Triton does not end them, so they
+are ended here. A stub that asks to be replaced is treated alike.
 """
 
 from __future__ import annotations

@@ -84,6 +84,6 @@ class WorkerClient(Protocol):
         """None: not known yet."""
 
     async def check(self, worker: str) -> None:
-        """Return when the worker takes requests. Raises UnavailableError; waits as long as a dead stub is silent."""
+        """Return when the worker takes requests. Raises UnavailableError."""
 
     async def close(self) -> None: ...

@@ -298,7 +298,7 @@ class Session:
         return None
 
     async def _unsubscribe(self, reader: asyncio.Future[None], writer: asyncio.Future[None]) -> None:
-        """Close the subscription if the stub still answers: the server then ends the stream."""
+        """If the stub answers, the server then ends the stream."""
         import grpc
 
         await asyncio.wait({writer}, timeout=LEAVE_S)
@@ -325,7 +325,7 @@ class Session:
         return EngineLostError(f"{self._bus.worker}: the token bus was closed")
 
     def _end(self, error: BiremeError) -> None:
-        """Take no more requests; fail the remaining ones, or pass them to a new session."""
+        """Fail the remaining requests, or pass them to a new session."""
         self._is_open = False
         self._wake.set()  # so that the writer ends
         self._bus.retire(self)
@@ -376,7 +376,7 @@ class Session:
         return commands
 
     async def _check_signs(self) -> None:
-        """Close when idle, give up a silent stub, send `keep` when this side has been silent."""
+        """Close when idle, give up a silent stub, send `keep`."""
         now = time.monotonic()
         if self._requests:
             self._busy_at = now

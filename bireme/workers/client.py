@@ -153,9 +153,9 @@ class Workers:
         await self.ping(worker)
 
     async def ping(self, worker: str, request_id: str = "") -> None:
-        """Return when the worker's stub and engine answer. Raises UnavailableError.
+        """Return when stub and engine answer. Raises UnavailableError.
 
-        With a request's id (not of decode): NotFoundError when it has no such request.
+        With a request's id (not of decode) NotFoundError, too.
         """
         if stage_of(worker) == "decode":
             await self._bus(worker).check()  # whose stub would refuse a subscription
@@ -193,7 +193,6 @@ class Workers:
         return self._channels[server].num_calls > 0 or any(bus.awaits_news for bus in self._buses_of(server))
 
     def _note_host(self, server: str, state: HostState) -> None:
-        """What waits for a silent host's first sign goes elsewhere; of a lost one's nothing goes on."""
         self.on_silence(server, state is not HostState.ANSWERS)
         if state is HostState.ANSWERS:
             return
@@ -228,9 +227,9 @@ class Workers:
         return await self._call_watched(worker, inputs, request_id)
 
     async def _call_own(self, bls: Call, worker: str, inputs: Tensors, limit_s: float = 0.0) -> Tensors:
-        """Call a model of the own server. Triton never ends a call whose stub has died.
+        """Triton never ends a call whose stub has died.
 
-        A worker's stub has died when its record is of another life; a model without an engine is given `limit_s`.
+        A worker's has when its record is of another life; a model without an engine is given `limit_s`.
         """
         call = asyncio.ensure_future(bls(worker, inputs))
         self._own_calls[call] = worker, (self._lives or {}).get(worker, 0)

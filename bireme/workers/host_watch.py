@@ -92,7 +92,7 @@ class HostWatch:
             self._found = list(await asyncio.wait_for(asked, TRY_S * MAX_TRIES))
 
     async def _answers(self) -> bool:
-        """Whether one of several handshakes is answered, as the kernel says: a loop may be late."""
+        """Whether one of several handshakes is answered, says the kernel: a loop may be late."""
         tries: list[_Handshake] = []
         try:
             for number in range(MAX_TRIES):
