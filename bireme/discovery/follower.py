@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from bireme.child_process import Backoff
 from bireme.discovery.records import WorkerRecord
 from bireme.discovery.store import RecordReader, StoreError
 from bireme.errors import drop_frames
@@ -66,17 +67,16 @@ class Follower:
         self._store.close()
 
     def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while not self._stopping.is_set():
             try:
                 self._take(self._store.read())
-                pause_s = _FIRST_PAUSE_S
+                backoff.reset()
                 self._store.wait(WAIT_S)
             except StoreError as error:
                 self._note_failure(str(error))
                 drop_frames(error)
-                self._stopping.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                self._stopping.wait(backoff.next_s())
             except Exception as error:
                 logger.exception("discovery_failed")
                 self._note_failure(f"{type(error).__name__}: {error}")

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from bireme.child_process import Backoff
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0  # after a turn that failed; doubles with each in a row
 
 Turn = Callable[[], float | None]
@@ -72,14 +74,15 @@ class GuardedThread:
         return threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def _run(self) -> None:
-        pause_s, failed_s = 0.0, _FIRST_PAUSE_S
+        pause_s, backoff = 0.0, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while not self.stopping.wait(pause_s):
             try:
                 wanted_s = self._turn()
-                pause_s, failed_s = self._interval_s if wanted_s is None else wanted_s, _FIRST_PAUSE_S
+                pause_s = self._interval_s if wanted_s is None else wanted_s
+                backoff.reset()
                 self._note_success()
             except Exception as error:
-                pause_s, failed_s = max(failed_s, self._interval_s), min(2 * failed_s, _LONGEST_PAUSE_S)
+                pause_s = max(backoff.next_s(), self._interval_s)
                 self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
