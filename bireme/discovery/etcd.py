@@ -130,17 +130,17 @@ class EtcdStore:
 
     def _open(self, name: str, value: bytes) -> Refused | None:
         """Return a record and why not to trust it; None: it is none."""
-        told = self._unread.get(name) == value
+        is_logged = self._unread.get(name) == value
         try:
             record, doubt = open_record(value, self._key)
         except ValueError as error:
             self._unread[name] = value
-            if not told:
+            if not is_logged:
                 logger.warning("record_unreadable key=%s error=%s", self._prefix + name, error)
             return None
         if doubt:
             self._unread[name] = value
-            if not told:
+            if not is_logged:
                 logger.error("record_refused key=%s reason=%s", self._prefix + name, doubt)
         return record, doubt
 

@@ -37,7 +37,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     life: int = 0
     pid: int = 0
     server: str = ""  # host:port of its tritonserver's gRPC endpoint; "": the reader's own server
-    launch: str = ""  # names the launch: a restarted worker is told from another one that took its address
+    launch: str = ""  # names the launch: tells a restarted worker from another one at its address
     host: str = ""  # of the shared memory and process ids that it sees; see `host_id`
     served_model_name: str = ""
     model: str = ""  # last part of the model's folder or hub id: one name is served by one model

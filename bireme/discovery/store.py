@@ -84,14 +84,14 @@ def _folder_key(folder: Path, named: bytes | None) -> bytes:
 
 def parse_address(text: str) -> dict[str, Any]:
     """Return the `discovery` block for a folder or etcd://host:2379,host2[/prefix]. Raises ConfigError."""
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, location = text.partition("://")
     if not separator:
         if not text.startswith("/"):
             raise ConfigError(f"--discovery: {text}; give an absolute folder, or etcd://host:2379")
         return {"backend": "directory", "folder": text}
     if scheme not in ("etcd", "etcds"):
         raise ConfigError(f"--discovery: {text}; give an absolute folder, etcd://host:2379 or etcds://host:2379")
-    hosts, _, prefix = rest.partition("/")
+    hosts, _, prefix = location.partition("/")
     protocol = "https" if scheme == "etcds" else "http"
     endpoints = [f"{protocol}://{host if ':' in host else f'{host}:2379'}" for host in hosts.split(",") if host]
     if not endpoints:

@@ -103,7 +103,7 @@ class WorkerView:
         self._shared = Follower(shared, lease_s, self._merge, self._count_stale) if shared is not None else None
         self._lock = threading.Lock()
         self._on_change: OnChange = lambda records: None
-        self._told: Records | None = None
+        self._view: Records | None = None
         self._refused: dict[str, str] = {}  # worker id -> why
 
     @property
@@ -126,7 +126,7 @@ class WorkerView:
         if self._shared is None:
             return {}
         with self._lock:
-            others = [name for name in self._told or {} if "@" in name]
+            others = [name for name in self._view or {} if "@" in name]
             return {
                 "backend": self._recipe.discovery.backend,
                 "current": self.is_current,
@@ -173,8 +173,8 @@ class WorkerView:
                     logger.error("worker_refused worker=%s reason=%s", name, reason)
             self._refused = refused
             view = own | others
-            if view != self._told:
-                self._told = view
+            if view != self._view:
+                self._view = view
                 self._on_change(view)
 
 

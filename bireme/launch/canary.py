@@ -210,8 +210,8 @@ def _failure(status: int, error: Any) -> CanaryResult:
         is_busy = status == http.client.TOO_MANY_REQUESTS or error.get("code") == _BUSY
     else:
         text = str(error)
-        told = from_message(text)
-        is_wrong, is_busy = isinstance(told, RequestError), isinstance(told, ResourceExhaustedError)
+        refusal = from_message(text)
+        is_wrong, is_busy = isinstance(refusal, RequestError), isinstance(refusal, ResourceExhaustedError)
     return CanaryResult(
         text or "an error without a text",
         is_silent=bool(_UNHEALTHY.search(text)),

@@ -180,16 +180,16 @@ class Console:
 
 def _write_all(data: bytes) -> None:
     """Below Python's stream, whose lock would hold up the exit."""
-    rest = memoryview(data)
+    unwritten = memoryview(data)
     try:
         descriptor = sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):  # none, closed, or one of a program that keeps it in memory
         with contextlib.suppress(AttributeError, OSError, ValueError):
             sys.stderr.write(data.decode())
         return
-    while rest:
+    while unwritten:
         try:
-            rest = rest[os.write(descriptor, rest) :]
+            unwritten = unwritten[os.write(descriptor, unwritten) :]
         except BlockingIOError:  # another process has made it non-blocking
             select.select([], [descriptor], [], 1.0)
         except OSError:  # the reader has gone: serving goes on

@@ -62,7 +62,7 @@ _TOUCH_S = 600.0
 _RUN_FOLDER_S = 1.0  # how soon deleted files are there again
 _EXIT_S = 10.0  # of a server without models: Triton looks once a second
 _ANNOUNCE_S = 3.0  # until the shared store has it that a server drains
-_HEARD_S = 2 * LOOK_S  # and until its readers have seen it
+_SEEN_S = 2 * LOOK_S  # and until its readers have seen it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +246,7 @@ class Deployment:
             time.sleep(_READY_LOOK_S)
         is_known = view.is_drained_elsewhere()
         self._console.event("draining", "info" if is_known else "warning", known_to_others=is_known)
-        time.sleep(_HEARD_S)
+        time.sleep(_SEEN_S)
 
     def _keep_run_folder(self) -> None:
         now = time.monotonic()
@@ -376,11 +376,15 @@ class Deployment:
         if self._stopping.is_set() or not self.server.is_running:
             return
         server, seconds = self.server, time.monotonic() - self._began_at
-        ways: dict[str, Any] = {"http": server.http, "grpc": server.grpc, "metrics": f"http://{server.metrics}/metrics"}
+        ports: dict[str, Any] = {
+            "http": server.http,
+            "grpc": server.grpc,
+            "metrics": f"http://{server.metrics}/metrics",
+        }
         if self._frontend is not None:
-            ways["openai"] = self._frontend.url
+            ports["openai"] = self._frontend.url
         health = f"http://{address(self.settings.health_host, self.health_port)}/health/ready"
-        self._console.event("ready", seconds=seconds, **ways, health=health)
+        self._console.event("ready", seconds=seconds, **ports, health=health)
 
     def _revive_threads(self) -> None:
         with contextlib.suppress(RuntimeError):  # no thread left: `problems` says so, the next call tries again
@@ -433,8 +437,8 @@ class Deployment:
         if problems := self.threads.problems():
             report |= {"status": "not_ready", "threads": problems}
         if (view := self._view) is not None:
-            report["discovery"] = told = view.report()
-            is_well = told["current"] and not told["unregistered"] and not told["refused"]
+            report["discovery"] = discovery = view.report()
+            is_well = discovery["current"] and not discovery["unregistered"] and not discovery["refused"]
             if report["status"] == "ready" and not is_well:
                 report["status"] = "degraded"
         return report["status"] != "not_ready", report

@@ -1,7 +1,7 @@
 """Arguments of a program that no other user of this host can read.
 
-/proc/PID/cmdline is open to everybody, and tritonserver takes its keys as arguments alone. So it starts with others, and
-the keys in its environment. The kernel holds it at its first instruction (`own_process.py`); there the pointers of
+/proc/PID/cmdline is open to everybody, and tritonserver takes its keys as arguments alone. So it starts with others,
+and the keys in its environment. The kernel holds it at its first instruction (`own_process.py`); there the pointers of
 its arguments are turned to the environment. /proc goes on showing the bytes of the start.
 """
 

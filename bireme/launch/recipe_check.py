@@ -120,8 +120,8 @@ def _from_text(text: str, keys: Keys, tree: Any, source: YamlSource) -> Finding:
     for name in keys:
         value = value.get(name, NOTHING) if isinstance(value, dict) else NOTHING
     shown = "" if value is NOTHING or isinstance(value, dict) else show(value)
-    rest = re.sub(r"^(unknown key )?[\w.-]+(: |; |(?= ))", lambda match: match.group(1) or "", text, count=1)
-    reason, _, remedy = rest.removeprefix(f"{shown}; ").partition("; ")
+    message = re.sub(r"^(unknown key )?[\w.-]+(: |; |(?= ))", lambda match: match.group(1) or "", text, count=1)
+    reason, _, remedy = message.removeprefix(f"{shown}; ").partition("; ")
     return _finding(source, keys, shown, reason.strip().rstrip(":"), remedy)
 
 

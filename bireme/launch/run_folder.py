@@ -29,7 +29,7 @@ _LOCK = "lock"
 _REMEDY = "set XDG_RUNTIME_DIR to a folder of your own"
 _RECIPE = "recipe"  # of a launch without a recipe folder: needed for as long as the launch lasts
 RESPONSES, FILES = "responses", "files"  # the frontend's; they outlive a server
-_OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; its children make the rest
+_OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; its children make the others
 
 
 class RunFolder:

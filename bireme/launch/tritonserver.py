@@ -214,8 +214,8 @@ class Server:
 
     def tail(self, lines: int = _SHOWN_LINES) -> str:
         """Less what stubs say when a server dies."""
-        told = [line for line in self._tail if _ECHO not in line]
-        return "\n".join(told[-lines:])
+        own_lines = [line for line in self._tail if _ECHO not in line]
+        return "\n".join(own_lines[-lines:])
 
     def exit_error(self) -> ServerStartError:
         code = self.returncode

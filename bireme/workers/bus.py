@@ -74,7 +74,17 @@ _MAX_BATCH_BYTES = 4 << 20  # prompts in one message, one prompt at least
 class BusRequest:
     """workers.base.Generation."""
 
-    __slots__ = ("failure", "heard_at", "is_aborted", "is_replaced", "number", "request", "session", "sink", "was_sent")
+    __slots__ = (
+        "failure",
+        "tokens_at",
+        "is_aborted",
+        "is_replaced",
+        "number",
+        "request",
+        "session",
+        "sink",
+        "was_sent",
+    )
 
     session: Session
 
@@ -84,7 +94,7 @@ class BusRequest:
         self.was_sent = False
         self.is_aborted = False  # its Abort is on its way
         self.is_replaced = False  # it was passed on to a second session
-        self.heard_at = 0.0  # 0: no tokens have come, so that it can be sent again unseen
+        self.tokens_at = 0.0  # 0: no tokens have come, so that it can be sent again unseen
         self.failure: BiremeError | None = None
 
     def abort(self) -> None:
@@ -188,7 +198,7 @@ class Session:
         self.opened: asyncio.Future[BiremeError | None] = asyncio.get_running_loop().create_future()
         self._num_responses = 0
         self._interval_s = min(IDLE_S / 2, bus.stall_timeout_s / 4)
-        self._sent_at = self._heard_at = self._busy_at = self._tokens_at = time.monotonic()
+        self._sent_at = self._received_at = self._busy_at = self._tokens_at = time.monotonic()
         self._latest: list[int] = []  # requests of the last tokens, which came at _tokens_at
         self._latest_set: set[int] = set()
         self._canaries: set[int] = set()  # numbers of those under way, whose gaps are not counted
@@ -220,11 +230,11 @@ class Session:
 
     @property
     def awaits_news(self) -> bool:
-        return bool(self._requests) and time.monotonic() - self._heard_at > NEWS_S
+        return bool(self._requests) and time.monotonic() - self._received_at > NEWS_S
 
     def lose_waiting(self, error: EngineLostError) -> None:
         """What was sent is aborted, too."""
-        for number, request in [(n, request) for n, request in self._requests.items() if not request.heard_at]:
+        for number, request in [(n, request) for n, request in self._requests.items() if not request.tokens_at]:
             self._forget(number)
             if request.was_sent:
                 self.send_later(Abort(number))
@@ -335,7 +345,7 @@ class Session:
         for request in requests.values():
             if request.is_aborted:  # no engine will say any more that it has ended
                 request.sink.finish(Finish("cancelled", Usage()))
-            elif isinstance(error, NotFoundError) and not (request.heard_at or request.is_replaced):
+            elif isinstance(error, NotFoundError) and not (request.tokens_at or request.is_replaced):
                 request.is_replaced = True  # once is enough
                 request.was_sent = False
                 self._bus.session().submit(request)
@@ -380,9 +390,9 @@ class Session:
         now = time.monotonic()
         if self._requests:
             self._busy_at = now
-            if now - self._heard_at > self._bus.stall_timeout_s:
+            if now - self._received_at > self._bus.stall_timeout_s:
                 limit = "discovery has lost it" if self._bus.is_lost else "that is more than pipeline.stall_timeout_s"
-                raise EngineLostError(f"{self._bus.worker}: no news for {now - self._heard_at:.1f} s; {limit}")
+                raise EngineLostError(f"{self._bus.worker}: no news for {now - self._received_at:.1f} s; {limit}")
             if now - self._sent_at >= min(KEEPALIVE_S, self._bus.stall_timeout_s / 4):
                 self._sent_at = now
                 await self._send(subscribe=b"keep")
@@ -408,7 +418,7 @@ class Session:
             return False
         if response.error_message:
             raise parse_error(response.error_message)
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         steps: list[Step] = []
         for item in unpack_bus(response.infer_response.raw_output_contents[0]):
             if isinstance(item, Step):
@@ -444,7 +454,7 @@ class Session:
 
     def _note_gaps(self, steps: list[Step]) -> None:
         """Streams of one delivery share the time since their last tokens."""
-        now, before = self._heard_at, self._tokens_at
+        now, before = self._received_at, self._tokens_at
         latest = steps[0].requests if len(steps) == 1 else [number for step in steps for number in step.requests]
         if self._canaries:
             latest = [number for number in latest if number not in self._canaries]
@@ -462,11 +472,11 @@ class Session:
             if (request := self._requests.get(number)) is None:
                 continue
             if number in before:
-                request.heard_at = self._tokens_at
+                request.tokens_at = self._tokens_at
                 continue
-            if request.heard_at:
-                self._observe_gap(self._heard_at - request.heard_at)
-            request.heard_at = self._heard_at
+            if request.tokens_at:
+                self._observe_gap(self._received_at - request.tokens_at)
+            request.tokens_at = self._received_at
         self._latest, self._latest_set = latest, now
         return len(now & before)
 

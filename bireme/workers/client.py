@@ -77,7 +77,7 @@ class Workers:
         self._stall_timeout_s, self._metrics, self._bls, self._tls = stall_timeout_s, metrics, call, tls
         self._buses: dict[str, Bus] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._lives: Mapping[str, int] | None = None  # of the members; None: nobody has told
+        self._lives: Mapping[str, int] | None = None  # of the members; None: not known
         self._own_calls: dict[asyncio.Future[Tensors], tuple[str, int]] = {}  # by BLS: worker, its life at the start
         self._far_calls: dict[asyncio.Future[Tensors], str] = {}  # by gRPC: worker
         self._lost_calls: set[asyncio.Future[Tensors]] = set()

@@ -113,7 +113,7 @@ class FakeWorkers:
         self.log: list[str] = []  # worker and request type, or what was aborted
         self.errors: deque[BiremeError] = deque()  # the next decode requests end with these, as engines do
         self.capacities: dict[str, Capacity] = {}
-        self.members: frozenset[str] = frozenset()  # as the last set_workers told
+        self.members: frozenset[str] = frozenset()  # of the last set_workers
         self.on_silence: Callable[[str, bool], None] = lambda server, is_silent: None
         self.is_closed = False
 
