@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,10 @@ def bench_of() -> Callable[[Frontend, Any], Bench]:
 Make = Callable[..., Any]
 
 
-@pytest.fixture
-def frontend() -> Iterator[Make]:
-    benches: list[Frontend] = []
+@contextlib.asynccontextmanager
+async def started_frontends() -> AsyncIterator[Make]:
+    """A function that starts a frontend; each is stopped at the end, with what it keeps."""
+    apps: list[Frontend] = []
 
     async def make(
         keys: ApiKeys | None = None, files_folder: Path | None = None, responses_folder: Path | None = None, **tree: Any
@@ -173,10 +175,17 @@ def frontend() -> Iterator[Make]:
             models, metrics, recipe.frontend, keys, files_folder=files_folder, responses_folder=responses_folder
         )
         await app.start()
-        benches.append(app)
+        apps.append(app)
         return Bench(app, workers)
 
-    yield make
-    for app in benches:
-        if app._ticker is not None:
-            app._ticker.cancel()
+    try:
+        yield make
+    finally:
+        for app in apps:
+            await app.stop()
+
+
+@pytest.fixture
+async def frontend() -> AsyncIterator[Make]:
+    async with started_frontends() as make:
+        yield make

@@ -20,19 +20,9 @@ pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 @pytest.fixture
-async def start(frontend):
+def start(frontend):
     """Return a function that starts a frontend which keeps what it keeps in a folder."""
-    benches = []
-
-    async def start_one(folder):
-        bench = await frontend(files_folder=folder, responses_folder=folder)
-        benches.append(bench)
-        return bench
-
-    yield start_one
-    for bench in benches:
-        await bench.app._files.stop()
-        await bench.app._stored.stop()
+    return lambda folder: frontend(files_folder=folder, responses_folder=folder)
 
 
 async def told(bench, reply):

@@ -96,12 +96,10 @@ async def generating(bench):
 @pytest.fixture
 async def idle(frontend, tmp_path):
     """A frontend whose workers make no tokens by themselves."""
-    bench = await frontend(
+    return await frontend(
         files_folder=tmp_path,
         frontend={"batches": {"max_concurrency": 3, "max_lines": 100, "max_unfinished": 2}, "max_body_bytes": 10_000},
     )
-    yield bench
-    await bench.app._files.stop()
 
 
 @pytest.fixture
@@ -156,7 +154,6 @@ async def test_beside_a_live_request_as_many_lines_are_begun_as_its_engine_bears
     await live.end()
     while len(bench.workers.running) < 3:
         await asyncio.sleep(0.001)
-    await bench.app._files.stop()
 
 
 async def test_a_line_that_is_cancelled_as_its_turn_comes_passes_it_on():
@@ -354,7 +351,6 @@ async def test_another_process_goes_on_with_what_a_dead_one_has_left(idle, front
     answers = await results(other, batch.output_file_id)
     assert len(answers) == 20 and batch.status == "completed"
     assert len([entry for entry in other.workers.log if entry.startswith("decode")]) <= 15
-    await other.app._files.stop()
 
 
 async def test_a_row_that_can_t_be_read_ends_no_watch(idle, frontend, tmp_path, monkeypatch, caplog):
@@ -369,7 +365,6 @@ async def test_a_row_that_can_t_be_read_ends_no_watch(idle, frontend, tmp_path, 
     rows.execute("DELETE FROM batches WHERE id = 'odd'")
     async with generating(other):
         assert (await until(other, batch_id)).status == "completed"
-    await other.app._files.stop()
 
 
 def test_of_batches_of_dead_processes_all_are_taken_in_their_order_or_none(tmp_path):
@@ -420,7 +415,6 @@ async def test_another_process_goes_on_with_an_input_that_has_expired(
         batch = await until(other, batch_id)
     answers, errors = await results(other, batch.output_file_id), await results(other, batch.error_file_id)
     assert (batch.status, len(answers), len(errors)) == (status, num_answers, 5 - num_answers)
-    await other.app._files.stop()
 
 
 async def test_a_cancel_reaches_the_process_that_runs_the_batch(idle, frontend, tmp_path):
@@ -429,7 +423,6 @@ async def test_a_cancel_reaches_the_process_that_runs_the_batch(idle, frontend, 
     other = await frontend(files_folder=tmp_path)
     assert (await ask(other, f"{BATCHES}/{batch_id}/cancel", method="POST")).json()["status"] == "cancelling"
     assert (await until(other, batch_id)).status == "cancelled"
-    await other.app._files.stop()
 
 
 async def test_batches_are_one_key_s_alone(frontend, tmp_path):
@@ -446,7 +439,6 @@ async def test_batches_are_one_key_s_alone(frontend, tmp_path):
         batch = await until(bench, told["id"], headers=alice)
     assert (await ask(bench, f"{FILES}/{batch.output_file_id}", headers=bob)).status == 404
     assert len(await results(bench, batch.output_file_id, alice)) == 1
-    await bench.app._files.stop()
 
 
 async def test_batches_are_listed_page_by_page_and_bounded(idle):
@@ -473,4 +465,3 @@ async def test_answers_that_are_too_large_end_the_batch_and_those_that_came_are_
         batch, answers, errors = await ended(bench, lines(40))
     assert (batch.status, batch.errors.data[0].code) == ("failed", "output_too_large")
     assert answers and errors and len(answers) + len(errors) == 40
-    await bench.app._files.stop()

@@ -20,16 +20,12 @@ LIMITS = {"max_file_bytes": 1000, "max_files": 2, "max_bytes": 1500}
 
 @pytest.fixture
 async def bench(frontend, tmp_path):
-    bench = await frontend(files_folder=tmp_path)
-    yield bench
-    await bench.app._files.stop()
+    return await frontend(files_folder=tmp_path)
 
 
 @pytest.fixture
 async def small(frontend, tmp_path):
-    bench = await frontend(files_folder=tmp_path, frontend={"files": LIMITS})
-    yield bench
-    await bench.app._files.stop()
+    return await frontend(files_folder=tmp_path, frontend={"files": LIMITS})
 
 
 def contents(folder):
@@ -89,7 +85,6 @@ async def test_a_key_sees_its_own_files_alone(frontend, tmp_path):
     for method, asked in (("GET", path), ("DELETE", path), ("GET", f"{path}/content")):
         assert (await ask(bench, asked, method=method, headers=bearer("bob"))).status == 404
     assert (await ask(bench, FILES, headers=bearer("bob"))).json()["data"] == []
-    await bench.app._files.stop()
 
 
 WRONG_FORMS = {
@@ -213,7 +208,6 @@ async def test_an_upload_has_its_room_before_its_bytes_are_here(frontend, tmp_pa
     first.leave()
     await first.end()
     assert (await upload(bench, b"x" * 150_000)).status == 200
-    await bench.app._files.stop()
 
 
 async def test_an_upload_that_fails_while_the_store_is_down_leaves_no_bytes_behind(bench, tmp_path):

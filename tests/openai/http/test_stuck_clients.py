@@ -21,6 +21,7 @@ from bireme.openai.http.connection import Connection
 from bireme.openai.http.idle_connections import IdleConnections
 from bireme.openai.keys import ApiKeys, KeyEntry
 from tests.openai.batch.forms import bearer, upload
+from tests.openai.conftest import started_frontends
 
 KEY = "key"
 HEAD = f"HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
@@ -75,32 +76,35 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
+@contextlib.asynccontextmanager
+async def listening(app):
+    """Serve it: (port, connections)."""
+    http = functools.partial(Connection, FrontendConfig(), IdleConnections(100, 1000))
+    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", log_config=None))
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BYTES)
+    running = asyncio.ensure_future(server._serve([listener]))  # serve() takes the signals of the process
+    await until(lambda: server.started)
+    try:
+        yield listener.getsockname()[1], server.server_state.connections
+    finally:
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        server.force_exit = server.should_exit = True
+        await running
+
+
 @pytest.fixture
-def run(frontend, tmp_path, caplog):
+def run(tmp_path, caplog):
     """Return a function that runs an async case with a Server."""
 
     async def serve(case):
         entry = KeyEntry(name="a", sha256=hashlib.sha256(KEY.encode()).hexdigest(), max_concurrent_requests=1)
         limits = {"max_concurrent_requests": 1, "max_stream_buffer_bytes": 50_000}
-        bench = await frontend(ApiKeys((entry,)), tmp_path, limits=limits)
-        config = uvicorn.Config(
-            bench.app,
-            http=functools.partial(Connection, FrontendConfig(), IdleConnections(100, 1000)),
-            lifespan="off",
-            log_config=None,
-        )
-        server = uvicorn.Server(config)
-        listener = socket.create_server(("127.0.0.1", 0))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BYTES)
-        running = asyncio.ensure_future(server._serve([listener]))  # serve() takes the signals of the process
-        await until(lambda: server.started)
-        try:
-            await case(Server(bench, listener.getsockname()[1], server.server_state.connections))
-        finally:
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
-            server.force_exit = server.should_exit = True
-            await running
+        async with started_frontends() as start:
+            bench = await start(ApiKeys((entry,)), tmp_path, limits=limits)
+            async with listening(bench.app) as (port, connections):
+                await case(Server(bench, port, connections))
 
     def run(case):
         with caplog.at_level(logging.ERROR):

@@ -47,18 +47,14 @@ def told(reply):
 
 @pytest.fixture
 async def bench(frontend, tmp_path):
-    bench = await frontend(responses_folder=tmp_path)
-    yield bench
-    await bench.app._stored.stop()
+    return await frontend(responses_folder=tmp_path)
 
 
 @pytest.fixture
 async def other(frontend, tmp_path, monkeypatch):
     """A second process over the same store."""
     monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
-    bench = await frontend(responses_folder=tmp_path)
-    yield bench
-    await bench.app._stored.stop()
+    return await frontend(responses_folder=tmp_path)
 
 
 async def test_a_background_stream_tells_everything_in_typed_events(bench):
@@ -168,7 +164,6 @@ async def test_an_attempt_that_fails_after_a_token_begins_anew(frontend):
     await until(reply.task.done)
     events = events_of((await read(bench, name).end()).data, last + 2)
     assert whole_of(events)["output"][0]["content"][0]["text"] == TEXT
-    await bench.app._stored.stop()
 
 
 async def test_a_cancelled_response_ends_its_streams(bench):
@@ -229,7 +224,6 @@ async def test_another_key_s_response_does_not_exist(frontend):
     await bench.workers.emit(4)
     name = events_of((await reply.end()).data)[0].response.id
     assert [(await read(bench, name, headers=key).end()).status for key in (alice, bob)] == [200, 404]
-    await bench.app._stored.stop()
 
 
 async def test_readers_count_among_a_key_s_requests(frontend):
@@ -241,7 +235,6 @@ async def test_readers_count_among_a_key_s_requests(frontend):
     await until(lambda: len(reply.messages) > 1 and b"response.queued" in reply.data)
     refused = await read(bench, events_of(reply.data)[0].response.id, headers=alice).end()
     assert refused.status == 429
-    await bench.app._stored.stop()
 
 
 async def test_events_count_among_a_key_s_bytes(bench):

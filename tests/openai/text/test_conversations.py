@@ -15,9 +15,7 @@ HI, WELL = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "
 
 @pytest.fixture
 async def bench(frontend):
-    bench = await frontend()
-    yield bench
-    await bench.app._stored.stop()
+    return await frontend()
 
 
 @pytest.fixture
@@ -159,7 +157,6 @@ async def test_another_key_s_conversation_does_not_exist(frontend):
     ):  # fmt: skip
         assert (await bench.call(method, f"/v1/conversations/{made}{part}", body, bob).end()).status == 404
     assert (await bench.call("GET", f"/v1/conversations/{made}", headers=alice).end()).status == 200
-    await bench.app._stored.stop()
 
 
 async def test_without_a_store_there_are_none(frontend):

@@ -37,9 +37,7 @@ async def ended(bench, response_id):
 
 @pytest.fixture
 async def bench(frontend):
-    bench = await frontend()
-    yield bench
-    await bench.app._stored.stop()
+    return await frontend()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -126,7 +124,6 @@ async def test_a_key_sees_its_own_responses_alone(frontend):
         assert (await get(bench, path, method=method, headers=bob)).status == 404
     body = {"model": "test", "input": "hi", "previous_response_id": name}
     assert (await bench.call("POST", PATH, body, bob).end()).status == 400
-    await bench.app._stored.stop()
 
 
 async def test_a_background_response_is_answered_at_once_and_ends_later(bench):
@@ -203,7 +200,6 @@ async def test_too_many_background_responses_are_refused(frontend):
     bench = await frontend(frontend={"responses": {"max_background": 1}})
     replies = [ask(bench, background=True) for _ in range(4)]
     assert sorted([(await reply.end()).status for reply in replies]) == [200, 429, 429, 429]
-    await bench.app._stored.stop()
 
 
 async def test_what_a_process_leaves_unfinished_another_one_runs(bench, tmp_path):
@@ -313,7 +309,6 @@ async def test_what_another_process_runs_is_cut_as_it_was(frontend, tmp_path):
     bench.app._stored.start()
     await bench.workers.emit(4)
     assert (await ended(bench, queued["id"])).status == "incomplete"
-    await bench.app._stored.stop()
 
 
 async def test_a_background_response_is_kept(bench):
