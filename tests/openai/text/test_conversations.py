@@ -1,5 +1,6 @@
 """/v1/conversations through the official client, and responses that go on from them; over fake workers."""
 
+import asyncio
 import hashlib
 
 import httpx
@@ -32,6 +33,14 @@ async def texts(client, name):
     return [item.content[0].text async for item in page]
 
 
+async def until_texts(client, name, count):
+    """Return a conversation's texts once there are so many: a response in the background adds its own at its end."""
+    async with asyncio.timeout(10):
+        while len(found := await texts(client, name)) < count:
+            await asyncio.sleep(0.001)
+    return found
+
+
 async def test_a_conversation_is_made_shown_changed_and_deleted(client):
     made = await client.conversations.create(metadata={"a": "b"})
     assert made == await client.conversations.retrieve(made.id) and made.metadata == {"a": "b"}
@@ -61,8 +70,7 @@ async def test_a_response_goes_on_from_a_conversation_and_adds_to_it(bench, clie
     await bench.workers.emit(4)
     await reply.end()
     answer = expected("user:hi\nassistant:well\nuser:and\nassistant:")
-    while len(kept := await texts(client, made.id)) < 4:
-        pass
+    kept = await until_texts(client, made.id, 4)
     assert kept == ["hi", "well", "and", answer] and reply.json()["conversation"] == {"id": made.id}
 
 
@@ -72,8 +80,7 @@ async def test_an_item_has_one_id_in_its_response_and_its_conversation(bench, cl
     reply = ask(bench, conversation=made.id, background=background)
     await bench.workers.emit(4)
     name = (await reply.end()).json()["id"]
-    while len(await texts(client, made.id)) < 2:
-        pass
+    await until_texts(client, made.id, 2)
     kept = [item.id async for item in await client.conversations.items.list(made.id, order="asc")]
     assert kept[:1] == [item.id async for item in await client.responses.input_items.list(name)]
 
