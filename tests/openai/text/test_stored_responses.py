@@ -230,6 +230,18 @@ async def left_to(bench, folder, count):
     return ids, bench.app._stored
 
 
+def failing_at_first(ask, errors):
+    """Return `ask` that raises each of the errors before it answers."""
+    left = list(errors)
+
+    async def asked(*values):
+        if left:
+            raise left.pop()
+        return await ask(*values)
+
+    return asked
+
+
 async def until_running(stored, count):
     async with asyncio.timeout(10):
         while len(stored._running) < count:
@@ -240,14 +252,7 @@ async def until_running(stored, count):
 async def test_what_could_not_be_taken_over_for_a_while_is_tried_again(bench, tmp_path, error, monkeypatch):
     monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
     ids, other = await left_to(bench, tmp_path, 2)
-    history, errors = other.history, [error, error]
-
-    async def fail(*values):
-        if errors:
-            raise errors.pop()
-        return await history(*values)
-
-    monkeypatch.setattr(other, "history", fail)
+    monkeypatch.setattr(other, "history", failing_at_first(other.history, [error] * 2))
     other.start()
     await until_running(other, 2)
     await bench.workers.emit(4)
@@ -337,14 +342,7 @@ async def test_what_can_t_be_kept_is_told_once_and_when_it_changes(bench, monkey
 async def test_why_an_orphan_waits_is_told_once(bench, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
     ids, other = await left_to(bench, tmp_path, 1)
-    history, errors = other.history, [UnavailableError("locked")] * 3
-
-    async def fail(*values):
-        if errors:
-            raise errors.pop()
-        return await history(*values)
-
-    monkeypatch.setattr(other, "history", fail)
+    monkeypatch.setattr(other, "history", failing_at_first(other.history, [UnavailableError("locked")] * 3))
     other.start()
     await until_running(other, 1)
     assert caplog.text.count(f"response_waits id={ids[0]} error=locked") == 1
