@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import msgspec
@@ -19,9 +20,8 @@ from tests.contract import picture_harness
 from tests.contract.trtllm_harness import KEY
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import picture_models
-from tests.engines.torch.picture_models import PLACEHOLDER, PictureModel, pixels
+from tests.engines.torch.picture_models import PLACEHOLDER, WORDS, PictureModel, cases, pixels
 
-WORDS = [list(range(first, first + count)) for first, count in ((20, 3), (40, 9), (60, 30), (100, 5))]
 MODES = ("agg", "ep-d", "e-p-d")
 NAMES = ("llava_next", "qwen2_5_vl")
 SIZE = 8  # tokens a block
@@ -30,14 +30,7 @@ SIZE = 8  # tokens a block
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     torch.set_num_threads(1)
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = PictureModel(tmp_path_factory.mktemp(name), getattr(picture_models, name))
-        return made[name]
-
-    return get
+    return functools.cache(lambda name: PictureModel(tmp_path_factory.mktemp(name), getattr(picture_models, name)))
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +46,6 @@ def deploy(profile, models):
     yield get
     for deployment in made.values():
         deployment.close()
-
-
-def cases(model):
-    """One picture first, in the middle, two pictures of different size, and none."""
-    first, second = pixels(1), pixels(2, 90, 70)
-    return [
-        (model.prompt(None, WORDS[0]), [first]),
-        (model.prompt(WORDS[2], None, WORDS[1]), [second]),
-        (model.prompt(WORDS[3], None, WORDS[0], None, WORDS[1]), [second, first]),
-        (model.prompt(WORDS[2]), []),
-    ]
 
 
 @pytest.mark.parametrize("mode", MODES)

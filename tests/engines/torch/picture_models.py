@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 VOCAB, EOS, PLACEHOLDER, VISION_START, VISION_END = 512, 2, 5, 6, 7
+WORDS = [list(range(first, first + count)) for first, count in ((20, 3), (40, 9), (60, 30), (100, 5))]  # of prompts
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -142,3 +143,14 @@ class PictureModel:
 
 def pixels(seed: int, height: int = 40, width: int = 60) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+
+
+def cases(model: PictureModel) -> list[tuple[list[int], list[np.ndarray]]]:
+    """One picture first, in the middle, two pictures of different size, and none."""
+    first, second = pixels(1), pixels(2, 90, 70)
+    return [
+        (model.prompt(None, WORDS[0]), [first]),
+        (model.prompt(WORDS[2], None, WORDS[1]), [second]),
+        (model.prompt(WORDS[3], None, WORDS[0], None, WORDS[1]), [second, first]),
+        (model.prompt(WORDS[2]), []),
+    ]

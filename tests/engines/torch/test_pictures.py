@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 
@@ -20,26 +21,17 @@ from bireme.messages import EncodeRequest, EncodeSource
 from bireme.metrics import Registry
 from tests.engines.torch import picture_models
 from tests.engines.torch.picture_deployment import Deployment, png
-from tests.engines.torch.picture_models import PLACEHOLDER, PictureModel, pixels
-from tests.engines.torch.torch_harness import Harness, make_prompts, request
+from tests.engines.torch.picture_models import PLACEHOLDER, WORDS, PictureModel, cases, pixels
+from tests.engines.torch.torch_harness import Harness, request
 from tests.kv.transfer.kv_side import needs_nixl
 
-WORDS = make_prompts(3, 9, 30, 5, seed=3)
 MODES = ("agg", "ep-d", "e-p-d")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     torch.set_num_threads(1)
-    made = {}
-
-    def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = PictureModel(folder, getattr(picture_models, name))
-        return made[name]
-
-    return get
+    return functools.cache(lambda name: PictureModel(tmp_path_factory.mktemp(name), getattr(picture_models, name)))
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +46,6 @@ def deployments(models):
     yield get
     for deployment in made.values():
         deployment.__exit__()
-
-
-def cases(model):
-    """One picture first, in the middle, two pictures of different size, and none."""
-    first, second = pixels(1), pixels(2, 90, 70)
-    return [
-        (model.prompt(None, WORDS[0]), [first]),
-        (model.prompt(WORDS[2], None, WORDS[1]), [second]),
-        (model.prompt(WORDS[3], None, WORDS[0], None, WORDS[1]), [second, first]),
-        (model.prompt(WORDS[2]), []),
-    ]
 
 
 @pytest.mark.parametrize("mode", MODES)
