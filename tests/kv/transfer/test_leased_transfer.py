@@ -160,9 +160,23 @@ def test_neither_side_counts_a_canary_s(prefill, decode):
     lease.is_canary = True
     params = msgspec.structs.replace(prefill.export_lease(lease, 10), is_canary=True)
     assert decode.fetch(params).result() is None
-    wait_until(lambda: not prefill.lease_counts())
-    for delta in (prefill.metrics.take_delta(), decode.metrics.take_delta()):
-        assert not delta.counters and not delta.histograms
+    assert decode.fetch(prefill.export(20)).result() is None
+    for side in (prefill, decode):
+        check_counts_of_one(side, 20)
+
+
+def check_counts_of_one(side, num_tokens):
+    """Once a side has counted a transfer of so many tokens, it has counted no other."""
+    counted, numbers = [], []
+
+    def is_counted():
+        delta = side.metrics.take_delta()
+        counted.extend(value for name, _, value in delta.counters if name == "bireme_kv_transfer_bytes_total")
+        numbers.extend(sum(counts) for name, _, counts, _ in delta.histograms if name == "bireme_kv_transfer_seconds")
+        return counted and numbers
+
+    wait_until(is_counted)
+    assert (sum(counted), sum(numbers)) == (num_tokens * LAYOUT.bytes_per_token, 1)
 
 
 @on_all
