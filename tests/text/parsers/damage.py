@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,35 +98,84 @@ def cases(tools: str, draw: random.Random) -> Iterator[Case]:
         key = next((key for key in arguments if key in mark), "")
         for kind, instead in damaged(mark, key, draw):
             whole = text[:at] + instead + text[at + len(mark) :]
-            yield Case(tools, mark, kind, whole, *_read(tools, mark, instead, outcome, arguments, num_read))
+            damage = _Damage(tools, mark, instead, outcome, arguments, num_read)
+            yield Case(tools, mark, kind, whole, *_read(damage))
         at += len(mark)
 
 
-def _read(
-    tools: str, mark: str, instead: str, outcome: str, arguments: dict[str, Any], num_read: int
-) -> tuple[dict[str, Any] | None, str | None]:
-    """Return what is read: the arguments of a call, and the content beside it."""
-    form = TOOLS[tools]
-    if tools == "qwen3_coder" and mark.startswith("<parameter=") and instead.removesuffix("\n") == mark[:-1]:
-        key = mark.removeprefix("<parameter=")[:-1]  # known, which with its line's end is enough
-        is_line = instead.endswith("\n") and isinstance(arguments[key], str)  # another line's end is the value's
-        return {**arguments, key: f"\n{arguments[key]}"} if is_line else arguments, ""
-    if tools == "kimi_k3" and _KIMI_HEAD.fullmatch(instead):
-        return arguments, ""  # a call's number may be any
-    before = dict(list(arguments.items())[:num_read])
-    if tools == "minimax_m3" and mark.endswith("<city>") and instead == mark[: -len("<city>")]:
-        if arguments["city"] == "<b>bold</b>":  # the token that is left makes a tag of it
-            return {**before, "b": "bold</b>"}, None
-    if outcome == NONE:
+@dataclass(frozen=True)
+class _Damage:
+    tools: str
+    mark: str
+    instead: str  # what stands in the mark's place
+    outcome: str
+    arguments: dict[str, Any]  # of the call
+    num_read: int  # arguments before the mark
+
+    @property
+    def before(self) -> dict[str, Any]:
+        return dict(list(self.arguments.items())[: self.num_read])
+
+
+_Read = tuple[dict[str, Any] | None, str | None]  # the arguments of a call, and the content beside it, as in a Case
+
+
+def _read(damage: _Damage) -> _Read:
+    """Return what is read."""
+    read_own = _READ_OWN.get(damage.tools)
+    if read_own is not None and (found := read_own(damage)) is not None:
+        return found
+    if damage.outcome == NONE:
         return None, None
-    if outcome == BEFORE:
-        return before, None
-    if not isinstance(form, TaggedFormat):
-        return arguments, None if any(begin in instead for begin in getattr(form, "begins", ())) else ""
+    if damage.outcome == BEFORE:
+        return damage.before, None
+    form = TOOLS[damage.tools]
+    if isinstance(form, TaggedFormat):
+        return _read_tags(form, damage)
+    return damage.arguments, _beside(damage, getattr(form, "begins", ()))
+
+
+def _read_tags(form: TaggedFormat, damage: _Damage) -> _Read:
+    mark, instead, arguments = damage.mark, damage.instead, damage.arguments
     if mark == form.section[0]:
         return arguments, instead.strip()  # the inner mark is enough, the outer one is text then
-    last = list(arguments)[num_read] if num_read < len(arguments) else ""
+    last = list(arguments)[damage.num_read] if damage.num_read < len(arguments) else ""
     if mark == _value_end(form, last) and not form.is_padded and instead == "z" + mark[1:]:
         return {**arguments, last: f"{arguments[last]}z"}, ""  # nothing tells it from the value
-    openings = filter(None, (form.section[0], form.function[0]))
-    return arguments, None if any(opening in instead for opening in openings) else ""  # an end without its slash
+    return arguments, _beside(damage, (form.section[0], form.function[0]))
+
+
+def _beside(damage: _Damage, begins: Iterable[str]) -> str | None:
+    """Return the content beside a call; what is left of an end may begin another call: an end without its slash."""
+    return None if any(begin and begin in damage.instead for begin in begins) else ""
+
+
+def _qwen3_coder(damage: _Damage) -> _Read | None:
+    """A parameter that is known, with its line's end, is enough."""
+    if not damage.mark.startswith("<parameter=") or damage.instead.removesuffix("\n") != damage.mark[:-1]:
+        return None
+    key = damage.mark.removeprefix("<parameter=")[:-1]
+    value = damage.arguments[key]
+    is_line = damage.instead.endswith("\n") and isinstance(value, str)  # another line's end is the value's
+    return {**damage.arguments, key: f"\n{value}"} if is_line else damage.arguments, ""
+
+
+def _kimi_k3(damage: _Damage) -> _Read | None:
+    """A call's number may be any."""
+    return (damage.arguments, "") if _KIMI_HEAD.fullmatch(damage.instead) else None
+
+
+def _minimax_m3(damage: _Damage) -> _Read | None:
+    """Without its tag, the token that is left makes a tag of what the value begins with."""
+    is_left = damage.mark.endswith("<city>") and damage.instead == damage.mark.removesuffix("<city>")
+    if not is_left or damage.arguments["city"] != "<b>bold</b>":
+        return None
+    return {**damage.before, "b": "bold</b>"}, None
+
+
+# What a format reads all the same: damage -> what is read; None: as all formats do.
+_READ_OWN: dict[str, Callable[[_Damage], _Read | None]] = {
+    "qwen3_coder": _qwen3_coder,
+    "kimi_k3": _kimi_k3,
+    "minimax_m3": _minimax_m3,
+}
