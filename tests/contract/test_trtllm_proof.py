@@ -15,12 +15,11 @@ import pytest
 from tests.contract import stand_in_workers
 from tests.contract.stand_in_workers import CHECKOUT, STAND_IN
 from tests.docker.made_environments import add_distribution, make_environment
-from tests.gpu.trtllm_proof import machine, program
-from tests.gpu.trtllm_proof import rows as rows_module
+from tests.gpu.trtllm_proof import answer_rows, kv_rows, machine, program
 from tests.gpu.trtllm_proof.bench import Bench, Failed
-from tests.gpu.trtllm_proof.life import run
+from tests.gpu.trtllm_proof.engine_process import run
+from tests.gpu.trtllm_proof.lives import LIVES, Life
 from tests.gpu.trtllm_proof.reference import Reference
-from tests.gpu.trtllm_proof.rows import LIVES
 
 SCRIPT = CHECKOUT / "tests" / "gpu" / "trtllm.sh"
 OF_TESTS = ("pytest", "pytest_asyncio", "pytest_timeout", "pytest_rerunfailures", "hypothesis", "xdist", "bireme")
@@ -136,7 +135,7 @@ def test_what_hangs_or_ends_its_process_is_a_red_row_and_the_next_rows_have_a_ne
     monkeypatch.setenv("TRTLLM_STAND_IN_BROKEN", "errors,hang")
     one = LIVES["one"]
     few = {name: one.rows[name] for name in ("start", "errors", "sampling", "bias")}
-    monkeypatch.setitem(program.LIVES, "one", rows_module.Life(one.stage, one.yaml, few))
+    monkeypatch.setitem(program.LIVES, "one", Life(one.stage, one.yaml, few))
     monkeypatch.setattr(program.Limits, "of", lambda self, row: 5 if row == "sampling" else 120)
     proof = program.Proof(folder, program.Limits(start_s=120, row_s=120))
     proof.alone("one")
@@ -259,10 +258,10 @@ def test_each_way_to_be_broken_is_tried(profile):
 
 @pytest.mark.parametrize("profile", ["1.3"], indirect=True)
 def test_what_a_release_adds_is_a_warning_and_no_failure(profile, monkeypatch, folder):
-    described = rows_module.describe()
+    described = answer_rows.describe()
     described["generate_async"]["surprise"] = "None"
     described["llm_args"].remove("max_batch_size")
-    monkeypatch.setattr(rows_module, "describe", lambda: described)
+    monkeypatch.setattr(answer_rows, "describe", lambda: described)
     told = run(LIVES["one"].rows["contract"], Bench(folder, "decode", {}))
     assert told["outcome"] == "ok"
     assert told["warnings"] == ["LLM.generate_async.surprise: new", "LlmArgs.max_batch_size: missing"]
@@ -313,12 +312,12 @@ class LateReuse:
 
 def test_salts_that_nothing_heeds_are_seen_where_blocks_are_found_late():
     with pytest.raises(Failed, match="96 tokens of another salt's request were found"):
-        rows_module.salts(LateReuse())
+        kv_rows.salts(LateReuse())
 
 
 def prepare(bench, life, row, monkeypatch):
     """What the row needs of before, and what would take long."""
-    monkeypatch.setattr(rows_module, "_LONG", 60)
+    monkeypatch.setattr(answer_rows, "_LONG", 60)
     if life == "one":
         assert bench(life).greedy.tokens
     if row == "transfer":

@@ -57,6 +57,14 @@ def require(is_right: object, text: str) -> None:
         raise Failed(text)
 
 
+def check_logprob(token: int, logprob: float, row: Tensor) -> None:
+    expected = float(row[token])
+    require(
+        abs(logprob - expected) < NEAR_LOGPROB,
+        f"log probability of token {token}: {logprob:.2f}, by the reference {expected:.2f}",
+    )
+
+
 @dataclass
 class Done:
     """A request that has ended without an error."""

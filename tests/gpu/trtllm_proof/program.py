@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from bireme.engines.trtllm import processes
 from tests.gpu.trtllm_proof import machine
-from tests.gpu.trtllm_proof.rows import LIVES
+from tests.gpu.trtllm_proof.lives import LIVES
 
 GOOD, BAD, NOTHING_TO_TRY = 0, 1, 2
 LIVES_OF_ONE = 4  # that rows which hang or end their process may take
@@ -70,7 +70,15 @@ class EngineProcess:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
-        command = [sys.executable, "-P", "-m", "tests.gpu.trtllm_proof.life", life, str(folder), str(theirs.fileno())]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "tests.gpu.trtllm_proof.engine_process",
+            life,
+            str(folder),
+            str(theirs.fileno()),
+        ]
         with self._log.open("ab") as log:
             self._begins_at = log.tell()
             self._process = subprocess.Popen(

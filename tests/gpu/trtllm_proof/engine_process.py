@@ -1,6 +1,6 @@
 """One engine's process: takes names of rows from the program, and answers each with its outcome.
 
-    python -m tests.gpu.trtllm_proof.life LIFE FOLDER SOCKET
+    python -m tests.gpu.trtllm_proof.engine_process LIFE FOLDER SOCKET
 
 It sets no time limits: the program ends it, and has it say first where it hangs (SIGUSR1).
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from bireme.engines.trtllm.launchers import drop_launchers
 from tests.gpu.trtllm_proof.bench import Bench, Failed, Skipped
-from tests.gpu.trtllm_proof.rows import LIVES, Row
+from tests.gpu.trtllm_proof.lives import LIVES, Row
 
 _TAIL = 12  # lines of a traceback
 
