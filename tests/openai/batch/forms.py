@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
-
-from bireme.openai.keys import ApiKeys, KeyEntry
 
 FILES = "/v1/files"
 FORM = {"content-type": "multipart/form-data; boundary=xyz"}
@@ -39,13 +36,3 @@ async def ask(
     bench: Any, path: str, query: str = "", method: str = "GET", headers: dict[str, str] | None = None
 ) -> Any:
     return await bench.call(method, path, headers=headers, query=query).end()
-
-
-def keys_of(*names: str) -> ApiKeys:
-    """Return keys that are their own names."""
-    hashes = [hashlib.sha256(name.encode()).hexdigest() for name in names]
-    return ApiKeys(tuple(KeyEntry(name=name, sha256=one) for name, one in zip(names, hashes, strict=True)))
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}

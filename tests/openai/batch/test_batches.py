@@ -15,7 +15,8 @@ from bireme.openai.batch.batch_lines import MAX_PROBLEMS
 from bireme.openai.batch.batch_store import BatchStore, StoredBatch
 from bireme.openai.batch.line_gate import LineGate
 from bireme.pipelines.chat_service import ChatService
-from tests.openai.batch.forms import FILES, ask, bearer, keys_of, upload
+from tests.openai.api_keys import bearer, keys_of
+from tests.openai.batch.forms import FILES, ask, upload
 
 BATCHES = "/v1/batches"
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"

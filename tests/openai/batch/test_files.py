@@ -13,7 +13,8 @@ from bireme.config import FilesConfig
 from bireme.openai.batch.upload import Upload
 from bireme.openai.batch.upload_store import UploadStore
 from bireme.openai.http.error_replies import HttpError
-from tests.openai.batch.forms import END, FILES, FORM, ask, bearer, form, keys_of, part, post, upload
+from tests.openai.api_keys import bearer, keys_of
+from tests.openai.batch.forms import END, FILES, FORM, ask, form, part, post, upload
 
 LIMITS = {"max_file_bytes": 1000, "max_files": 2, "max_bytes": 1500}
 

@@ -20,7 +20,8 @@ from bireme.openai.http import call
 from bireme.openai.http.connection import Connection
 from bireme.openai.http.idle_connections import IdleConnections
 from bireme.openai.keys import ApiKeys, KeyEntry
-from tests.openai.batch.forms import bearer, upload
+from tests.openai.api_keys import bearer
+from tests.openai.batch.forms import upload
 from tests.openai.conftest import started_frontends
 
 KEY = "key"

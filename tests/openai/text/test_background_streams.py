@@ -1,16 +1,15 @@
 """Responses in the background that are streamed: told again from any event on, to any reader; over fake workers."""
 
 import asyncio
-import hashlib
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 
 from bireme.errors import EngineLostError, RequestError, UnavailableError
-from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.text import response_events, stored_responses
 from bireme.openai.text.response_store import ResponseStore
+from tests.openai.api_keys import bearer, keys_of
 from tests.openai.text.strict import events_of, response_of, whole_of
 from tests.openai.text.test_responses import ask, expected
 
@@ -216,9 +215,8 @@ async def test_the_events_of_other_responses_are_not_kept(bench):
 
 
 async def test_another_key_s_response_does_not_exist(frontend):
-    keys = [KeyEntry(name=name, sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("alice", "bob")]
-    bench = await frontend(ApiKeys(tuple(keys)))
-    alice, bob = ({"authorization": f"Bearer {name}"} for name in ("alice", "bob"))
+    bench = await frontend(keys_of("alice", "bob"))
+    alice, bob = bearer("alice"), bearer("bob")
     body = {"model": "test", "input": "hi", "max_output_tokens": 4, "background": True, "stream": True}
     reply = bench.call("POST", PATH, body, alice)
     await bench.workers.emit(4)
@@ -227,9 +225,8 @@ async def test_another_key_s_response_does_not_exist(frontend):
 
 
 async def test_readers_count_among_a_key_s_requests(frontend):
-    digest = hashlib.sha256(b"alice").hexdigest()
-    bench = await frontend(ApiKeys((KeyEntry(name="alice", sha256=digest, max_concurrent_requests=2),)))
-    alice = {"authorization": "Bearer alice"}
+    bench = await frontend(keys_of("alice", max_concurrent_requests=2))
+    alice = bearer("alice")
     body = {"model": "test", "input": "hi", "max_output_tokens": 4, "background": True, "stream": True}
     reply = bench.call("POST", PATH, body, alice)
     await until(lambda: len(reply.messages) > 1 and b"response.queued" in reply.data)

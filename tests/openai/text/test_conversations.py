@@ -1,14 +1,13 @@
 """/v1/conversations through the official client, and responses that go on from them; over fake workers."""
 
 import asyncio
-import hashlib
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-from bireme.openai.keys import ApiKeys, KeyEntry
+from tests.openai.api_keys import bearer, keys_of
 from tests.openai.text.test_responses import ask, expected
 
 HI, WELL = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "well"}
@@ -155,9 +154,8 @@ async def test_no_more_is_added_than_a_response_could_go_on_from(frontend):
 
 
 async def test_another_key_s_conversation_does_not_exist(frontend):
-    keys = [KeyEntry(name=name, sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("alice", "bob")]
-    bench = await frontend(ApiKeys(tuple(keys)))
-    alice, bob = ({"authorization": f"Bearer {name}"} for name in ("alice", "bob"))
+    bench = await frontend(keys_of("alice", "bob"))
+    alice, bob = bearer("alice"), bearer("bob")
     made = (await bench.call("POST", "/v1/conversations", {}, alice).end()).json()["id"]
     for method, part, body in (
         ("GET", "", None), ("POST", "", {"metadata": {}}), ("DELETE", "", None), ("POST", "/items", {"items": [HI]}),

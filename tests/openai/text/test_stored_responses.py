@@ -1,7 +1,6 @@
 """Responses that are kept: gone on from, asked for later, run in the background; over fake workers."""
 
 import asyncio
-import hashlib
 import json
 
 import pydantic
@@ -9,12 +8,12 @@ import pytest
 from openai.types.responses import ResponseItem
 
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
-from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.text import stored_responses
 from bireme.openai.text.response_answer import ResponseAnswer
 from bireme.openai.text.response_store import ResponseStore
 from bireme.openai.text.stored_responses import StoredResponses
 from bireme.pipelines.chat_service import ChatService
+from tests.openai.api_keys import bearer, keys_of
 from tests.openai.text.strict import events_of, response_of, whole_of
 from tests.openai.text.test_responses import answered, ask, expected
 
@@ -111,10 +110,8 @@ async def test_what_does_not_exist_is_404(bench, path):
 
 
 async def test_a_key_sees_its_own_responses_alone(frontend):
-    names = {"alice": "a", "bob": "b"}
-    keys = [KeyEntry(name=name, sha256=hashlib.sha256(key.encode()).hexdigest()) for name, key in names.items()]
-    bench = await frontend(ApiKeys(tuple(keys)))
-    alice, bob = ({"authorization": f"Bearer {key}"} for key in "ab")
+    bench = await frontend(keys_of("alice", "bob"))
+    alice, bob = bearer("alice"), bearer("bob")
     reply = bench.call("POST", PATH, {"model": "test", "input": "hi", "max_output_tokens": 4}, alice)
     await bench.workers.emit(4)
     name = (await reply.end()).json()["id"]

@@ -1,27 +1,14 @@
 """The frontend's videos over a worker that a test drives: keys, ends, and what leaves with a client."""
 
 import asyncio
-import hashlib
 import time
 
 import pytest
 
 from bireme.errors import EngineLostError, RequestError, UnavailableError
-from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.openapi import OPERATIONS
 from bireme.openai.video.job_store import JobStore
-
-
-def two_keys(**limits):
-    return ApiKeys(
-        tuple(
-            KeyEntry(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), **limits) for name in ("alice", "bob")
-        )
-    )
-
-
-def bearer(name):
-    return {"authorization": f"Bearer {name}"}
+from tests.openai.api_keys import bearer, keys_of
 
 
 async def create(bench, headers=None, **fields):
@@ -44,7 +31,7 @@ async def until_status(bench, job_id, status, headers=None):
 
 
 async def test_a_job_belongs_to_the_key_that_made_it(start):
-    bench = await start(two_keys())
+    bench = await start(keys_of("alice", "bob"))
     made = await create(bench, bearer("alice"))
     assert (await job(bench, made, bearer("alice")))["id"] == made
     for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
@@ -54,7 +41,7 @@ async def test_a_job_belongs_to_the_key_that_made_it(start):
 
 
 async def test_a_job_counts_as_a_request_of_its_key_until_it_ends(start):
-    bench = await start(two_keys(max_concurrent_requests=1))
+    bench = await start(keys_of("alice", "bob", max_concurrent_requests=1))
     made = await create(bench, bearer("alice"))
     refused = await bench.call("POST", "/v1/videos", {"prompt": "x"}, bearer("alice")).end()
     assert refused.status == 429
@@ -146,7 +133,7 @@ async def test_a_client_that_leaves_a_generation_ends_it(start):
 
 
 async def test_a_url_needs_no_key_and_a_generation_does(start):
-    bench = await start(two_keys())
+    bench = await start(keys_of("alice", "bob"))
     body = {"prompt": "x", "response_format": "url"}
     assert (await bench.call("POST", "/v1/videos/generations", body).end()).status == 401
     reply = bench.call("POST", "/v1/videos/generations", body, bearer("alice"))
@@ -208,7 +195,7 @@ async def test_jobs_of_one_second_are_each_listed_once(start, monkeypatch):
 
 
 async def test_a_page_after_another_key_s_job_is_a_404(start):
-    bench = await start(two_keys(), names=("clips", "films"))
+    bench = await start(keys_of("alice", "bob"), names=("clips", "films"))
     made = await create(bench, bearer("alice"), model="films")
     for key, status in (("alice", 200), ("bob", 404)):
         reply = await bench.call("GET", "/v1/videos", query=f"after={made}", headers=bearer(key)).end()
