@@ -11,6 +11,7 @@ import numpy as np
 
 from bireme.engines.stub.client import EngineClient
 from bireme.messages import EngineRequest, Finish, SamplingParams, Step, TokenLogprobs, decode_step
+from bireme.metrics import MetricDelta
 from tests.request_options import with_options
 
 VOCAB_SIZE = 32000
@@ -70,3 +71,13 @@ def make_request(prompt: list[int] | None = None, max_tokens: int | None = 10, *
     sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens)
     data = np.array(PROMPT if prompt is None else prompt, np.int32).tobytes()
     return EngineRequest(prompt=data, sampling=sampling, **with_options(fields))
+
+
+def check_canaries_are_apart(delta: MetricDelta, num_prompt_tokens: int) -> None:
+    """Of two canaries and one request, each of two tokens, only the request is load."""
+    counters = {(name, *labels[1:]): value for name, labels, value in delta.counters}
+    assert counters["bireme_canaries_total", "length"] == 2 and counters["bireme_requests_total", "length"] == 1
+    assert counters["bireme_generated_tokens_total",] == 2
+    assert counters["bireme_prompt_tokens_total",] == num_prompt_tokens
+    counts = {name: sum(counts) for name, _, counts, _ in delta.histograms if "step" not in name}
+    assert set(counts.values()) == {1}

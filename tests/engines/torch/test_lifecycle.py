@@ -12,6 +12,7 @@ from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.events import BlocksRemoved
 from bireme.kv.hashing import sequence_hashes
 from bireme.messages import ProcessorCall
+from tests.engines.engine_fixtures import check_canaries_are_apart
 from tests.engines.torch.tiny_models import EOS
 from tests.engines.torch.torch_harness import MIXED, Harness, Result, make_prompts, request
 
@@ -339,13 +340,7 @@ def test_canaries_are_counted_apart_from_load(engine, monkeypatch):
     salts = [new_mark("ab" * 32), "", new_mark("ab" * 32)]
     engine.run([request(PROMPTS[2], 2, cache_salt=salt) for salt in salts])
     engine.settle()
-    delta = engine.metrics.take_delta()
-    counters = {(name, *labels[1:]): value for name, labels, value in delta.counters}
-    assert counters["bireme_canaries_total", "length"] == 2 and counters["bireme_requests_total", "length"] == 1
-    assert counters["bireme_generated_tokens_total",] == 2
-    assert counters["bireme_prompt_tokens_total",] == len(PROMPTS[2])
-    counts = {name: sum(counts) for name, _, counts, _ in delta.histograms if "step" not in name}
-    assert set(counts.values()) == {1}
+    check_canaries_are_apart(engine.metrics.take_delta(), len(PROMPTS[2]))
 
 
 def test_kv_events_replayed_give_what_can_be_reused(llama):
