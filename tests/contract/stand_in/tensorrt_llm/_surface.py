@@ -6,7 +6,7 @@ import sys
 import types
 from typing import Any
 
-from tensorrt_llm import _contract, _encoder, _llm, _metrics, _others, _results, _settings, _unions, _values
+from tensorrt_llm import _contract, _encoder, _llm, _metrics, _other_callers, _results, _settings, _unions, _values
 
 _SINCE_1_3 = ("ConversationParams", "DisaggScheduleStyle")
 _DEAD = "EngineDeadError"
@@ -26,10 +26,10 @@ def install() -> str:
         for module_name in _DEAD_IN:
             setattr(_module(module_name), _DEAD, _values.EngineDeadError)
         _install_visual_gen()
-    for module_name, names in _others.IMPORTS.items():
+    for module_name, names in _other_callers.IMPORTS.items():
         module = _module(module_name)
         for name in names:
-            setattr(module, name, vars(_others)[name])
+            setattr(module, name, vars(_other_callers)[name])
     version_module = _module("tensorrt_llm.version")
     version_module.__dict__["__version__"] = version
     return version
