@@ -40,14 +40,17 @@ class Client:
     more: dict[str, str] = field(default_factory=dict)  # environment variables
     limit_s: float = LIMIT_S
 
-    def program(self, name: str) -> str:
-        """Run a program of ours that uses the client's API as its documentation does; return its output."""
-        return self.run("python", str(PROGRAMS / f"{name}.py"))
+    def program(self, name: str) -> list[str]:
+        """Run a program of ours that uses the client's API as its documentation does; return the lines it prints.
 
-    def node_program(self, name: str) -> str:
+        Its last one is `ok`: a program can end with 0 before it has come to its end.
+        """
+        return self.run("python", str(PROGRAMS / f"{name}.py")).splitlines()
+
+    def node_program(self, name: str) -> list[str]:
         """The same, of a client from npm."""
         self.more["NODE_PATH"] = str(self.folder / "node_modules")
-        return self.run("node", str(PROGRAMS / f"{name}.cjs"))
+        return self.run("node", str(PROGRAMS / f"{name}.cjs")).splitlines()
 
     def run(self, command: str, *arguments: str) -> str:
         """Run a command of the environment, or one that it needs; it must end with 0."""
