@@ -77,14 +77,8 @@ def test_langchain_openai_over_responses(client):
 
 @pytest.mark.client("pydantic-ai")
 def test_pydantic_ai(client):
-    """text, a typed output, a tool, a stream"""
+    """over chats, responses and messages: text, a tool, a stream; over chats and responses a typed output"""
     assert "ok" in client.program("pydantic_ai_agents")
-
-
-@pytest.mark.client("pydantic-ai")
-def test_pydantic_ai_over_responses_and_messages(client):
-    """over responses and messages: text, a tool, a stream; over responses a typed output"""
-    assert "ok" in client.program("pydantic_ai_apis")
 
 
 @pytest.mark.client("langchain")
