@@ -216,7 +216,7 @@ def test_aider(client):
 @pytest.mark.client("litellm")
 def test_litellm_over_messages_and_responses(client):
     """as anthropic: whole, stream; responses"""
-    assert "ok" in client.program("litellm_more")
+    assert "ok" in client.program("litellm_messages_and_responses")
 
 
 @pytest.mark.client("litellm", recipe="tiny-embedding")
