@@ -1,4 +1,4 @@
-"""langchain's create_agent with a tool and with a typed answer, over chat completions, responses and messages."""
+"""langchain's create_agent over chat completions, responses and messages: whole, with a tool, and as a stream."""
 
 import os
 
