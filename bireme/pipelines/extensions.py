@@ -6,9 +6,9 @@ object's fields; a value that is given twice must be the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from bireme.parameters import PARAMETERS
 from bireme.pipelines.json_body import check_plain
 from bireme.serving_options import (
     NO_CHOICE,
+    NO_OPTIONS,
     KvCacheRetentionConfig,
     RoutingChoice,
     ServingOptions,
@@ -57,6 +58,7 @@ class Extensions(SharedNames, kw_only=True, forbid_unknown_fields=True):
     kv_cache_retention_config: KvCacheRetentionConfig | None = None  # how long its KV blocks are kept
 
 
+_T = TypeVar("_T")
 Annotation = Literal["request_id", "formatted_prompt", "token_ids"]
 ExtraField = Literal["worker_id", "timing"]
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
@@ -123,10 +125,11 @@ _SHARED = tuple(field.encode_name for field in msgspec.structs.fields(SharedName
 _GUIDES = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
 }  # fmt: skip
-_STRUCTURED = ("json", "regex", "choice", "grammar", "structural_tag")
+_STRUCTURED = {name: name for name in ("json", "regex", "choice", "grammar", "structural_tag", "json_object")}
 _NOT_STRUCTURED = (
     "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
 )  # fmt: skip
+_NO_NVEXT = NvExt()
 _PLACED_HERE = "workers have names here; send bireme.routing"
 _SHOWN_TIERS = {"auto": "default", "fast": "priority"}  # others are shown as they are
 _TIERS = {"flex": 0.25, "priority": 0.75}  # priority of a tier that has one; all others have everybody's
@@ -181,31 +184,14 @@ def request_options(
     `tier`: the request's service_tier, where it has one: a priority by another name. `session_key`: its
     prompt_cache_key, which is its session where it names none.
     """
-    own, nvext = body.bireme, body.nvext
-    places: list[tuple[str, msgspec.Struct]] = [("", body), ("bireme.", own)]
-    if nvext is not None:
-        places.append(("nvext.", nvext))
-    given: dict[str, list[tuple[str, Any]]] = {}
-    for at, place in places:
-        for name in _SHARED:
-            if (value := getattr(place, name, None)) is not None:
-                given.setdefault(name, []).append((at + name, value))
-    values: dict[str, Any] = {name: _only(found)[1] for name, found in given.items()}
-    if body.priority is not None and own.priority is not None:
-        raise RequestError(f"priority: {body.priority} beside bireme.priority: {own.priority:g}; send one of them")
-    if body.priority is not None:
-        values["priority"] = _from_rank(body.priority)
-    if own.priority is not None:
-        values["priority"] = own.priority
-    if (of_tier := _TIERS.get(shown_tier(tier) or "")) is not None:
-        if "priority" in values:
-            raise RequestError(f"service_tier: {tier} beside a priority; send one of them")
-        values["priority"] = of_tier
+    own, nvext = body.bireme, body.nvext or _NO_NVEXT
+    values = {name: value for name, (_, value) in _agreed(_shared(body)).items()}
+    if (priority := _priority(body, tier)) is not None:
+        values["priority"] = priority
     if own.logits_processors is not None:
         check_plain(own.logits_processors, "bireme.logits_processors")
         values["logits_processors"] = own.logits_processors
-    guides = _guides(body)
-    guide_name, guide = _only(guides) if guides else ("", None)
+    guide_name, guide = _agreed(_guides(body)).get("guide", ("", None))
     if guide is not None:
         check_plain(guide, guide_name)
     if chat_template_kwargs := values.pop("chat_template_kwargs", {}):
@@ -213,60 +199,74 @@ def request_options(
     return RequestOptions(
         guide=guide,
         guide_name=guide_name,
-        is_greedy=nvext is not None and bool(nvext.greed_sampling),
+        is_greedy=bool(nvext.greed_sampling),
         chat_template_kwargs=chat_template_kwargs,
-        serving=ServingOptions(
-            cache_salt=values.pop("cache_salt", ""),
-            session_id=check_session(own.session_id, "bireme.session_id")
-            or check_session(session_key or "", "prompt_cache_key"),
-            routing=own.routing,
-            kv_cache_retention_config=check_retention(
-                own.kv_cache_retention_config, "bireme.kv_cache_retention_config"
-            ),
-        ),
+        serving=_serving(own, values.pop("cache_salt", ""), session_key or ""),
         return_timing=own.return_timing,
-        annotations=tuple(dict.fromkeys(nvext.annotations or ())) if nvext is not None else (),
-        extra_fields=tuple(dict.fromkeys(nvext.extra_fields or ())) if nvext is not None else (),
+        annotations=_distinct(nvext.annotations),
+        extra_fields=_distinct(nvext.extra_fields),
         sampling=values,
     )
 
 
-def _only(given: list[tuple[str, Any]]) -> tuple[str, Any]:
-    """Return the first of the values, all of which must be equal."""
-    name, value = given[0]
-    for other_name, other in given[1:]:
-        if other != value:
-            raise RequestError(
-                f"{name}: {str(value)[:80]} contradicts {other_name}: {str(other)[:80]}; send one of them"
-            )
-    return name, value
+def _serving(own: Extensions, cache_salt: str, session_key: str) -> ServingOptions:
+    session_id = check_session(own.session_id, "bireme.session_id")
+    options = ServingOptions(
+        cache_salt=cache_salt,
+        session_id=session_id or check_session(session_key, "prompt_cache_key"),
+        routing=own.routing,
+        kv_cache_retention_config=check_retention(own.kv_cache_retention_config, "bireme.kv_cache_retention_config"),
+    )
+    return NO_OPTIONS if options == NO_OPTIONS else options  # a message leaves out that one
 
 
-def _guides(body: TopLevelNames) -> list[tuple[str, dict[str, Any]]]:
-    """Return the guides of all places in the form of bireme/guides.py."""
-    places: list[tuple[str, TopLevelNames | NvExt]] = [("", body)]
-    if body.nvext is not None:
-        places.append(("nvext.", body.nvext))
-    guides = [
-        (at + name, {kind: guide})
-        for at, place in places
-        for name, kind in _GUIDES.items()
-        if (guide := getattr(place, name)) is not None
-    ]
-    if (outputs := body.structured_outputs) is not None:
-        for name in _NOT_STRUCTURED:
-            if getattr(outputs, name):
-                raise RequestError(f"structured_outputs.{name}: {getattr(outputs, name)}; not served, remove it")
-        guides += [
-            (f"structured_outputs.{kind}", {kind: guide})
-            for kind in _STRUCTURED
-            if (guide := getattr(outputs, kind)) is not None
-        ]
-        if outputs.json_object:
-            guides.append(("structured_outputs.json_object", {"json_object": True}))
+def _priority(body: TopLevelNames, tier: ServiceTier | None) -> float | None:
+    rank, own, of_tier = body.priority, body.bireme.priority, _TIERS.get(shown_tier(tier) or "")
+    if rank is not None and own is not None:
+        raise RequestError(f"priority: {rank} beside bireme.priority: {own:g}; send one of them")
+    asked = own if rank is None else _from_rank(rank)
+    if asked is not None and of_tier is not None:
+        raise RequestError(f"service_tier: {tier} beside a priority; send one of them")
+    return of_tier if asked is None else asked
+
+
+def _distinct(names: Iterable[_T] | None) -> tuple[_T, ...]:
+    return tuple(dict.fromkeys(names)) if names else ()
+
+
+def _agreed(given: Iterable[tuple[str, str, Any]]) -> dict[str, tuple[str, Any]]:
+    """Return the first place and value of each name. Raises RequestError where another place has another value."""
+    agreed: dict[str, tuple[str, Any]] = {}
+    for name, where, value in given:
+        first, known = agreed.setdefault(name, (where, value))
+        if known != value:
+            raise RequestError(f"{first}: {str(known)[:80]} contradicts {where}: {str(value)[:80]}; send one of them")
+    return agreed
+
+
+def _shared(body: TopLevelNames) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, place and value of what several places have."""
+    for at, place in (("", body), ("bireme.", body.bireme), ("nvext.", body.nvext)):
+        if place is not None:
+            for name in _SHARED:
+                if (value := getattr(place, name, None)) is not None:
+                    yield name, at + name, value
+
+
+def _guides(body: TopLevelNames) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the guides of all places, as _shared does, in the form of bireme/guides.py."""
+    outputs = body.structured_outputs
+    for name in _NOT_STRUCTURED if outputs is not None else ():
+        if getattr(outputs, name):
+            raise RequestError(f"structured_outputs.{name}: {getattr(outputs, name)}; not served, remove it")
+    places = (("", body, _GUIDES), ("nvext.", body.nvext, _GUIDES), ("structured_outputs.", outputs, _STRUCTURED))
+    for at, place, kinds in places:
+        for name, kind in kinds.items() if place is not None else ():
+            guide = getattr(place, name)
+            if guide is not None and guide is not False:  # json_object is a switch
+                yield "guide", at + name, {kind: guide}
     if body.bireme.guided_decoding is not None:
-        guides.append(("bireme.guided_decoding", body.bireme.guided_decoding))
-    return guides
+        yield "guide", "bireme.guided_decoding", body.bireme.guided_decoding
 
 
 def _from_rank(rank: int) -> float:
