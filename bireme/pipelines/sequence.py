@@ -27,11 +27,12 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
+from bireme.child_process import Backoff
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -92,9 +93,8 @@ class SequenceRequest:
 
 
 class _KvState(enum.Enum):
-    """Where the KV of a prompt is while an attempt runs: it says what is freed when the attempt ends."""
+    """Where a prefill's KV is: what is neither kept nor claimed when an attempt ends is freed."""
 
-    NONE = "none"  # decode computes the prompt itself
     PENDING = "pending"  # prefill computes it, or could not
     OFFERED = "offered"  # prefill holds it under a lease, which decode may have claimed or not
     KEPT = "kept"  # decode refused: the lease is the next attempt's
@@ -123,13 +123,13 @@ class SequenceRunner:
         self._generation: Generation | None = None
         self._ended: asyncio.Future[Finish] | None = None
         self._placement: Placement | None = None
-        self._lease: _Lease | None = None  # filled and not claimed yet: for the next attempt
+        self._lease: _Lease | None = None  # of this attempt; between two only one that is kept
         self._prefill: tuple[str, Usage] | None = None  # worker and usage of the prefill that made the first token
         self._predicted_tokens: int | None = None  # of the prompt, that its worker should have found in its cache
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
         self._prompt_logprobs: list[TokenLogprobs] | None = None  # prefill's, until they are sent
         self._failing_since = 0.0
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff: Backoff | None = None  # of attempts that were refused
         self._was_in_stall = False  # of its last engine, and perhaps for its sake
         self._lost_at = 0.0
         self._lost_ms = 0.0  # decode time of lost attempts
@@ -228,15 +228,19 @@ class SequenceRunner:
 
     def _plan_retry(self, error: BiremeError) -> float:
         """Return the wait before the next attempt, or raise `error` when there is none."""
-        now, config = time.monotonic(), self._services.recipe.pipeline
-        if isinstance(error, ResourceExhaustedError) and not self.tokens:
+        now, config, is_shared = (
+            time.monotonic(),
+            self._services.recipe.pipeline,
+            self._services.recipe.discovery.is_shared,
+        )
+        has_begun = bool(self.tokens)
+        if isinstance(error, ResourceExhaustedError) and not has_begun:
             raise error
-        if isinstance(error, KvTransferError) and (self.tokens or not config.enforce_disaggregation):
+        if isinstance(error, KvTransferError) and (has_begun or not config.enforce_disaggregation):
             return 0.0
+        if isinstance(error, UnreachableError) and not (has_begun or self.migrations or is_shared):
+            raise error  # a fixed address, which is wrong
         self._failing_since = self._failing_since or now
-        has_fixed_address = not self._services.recipe.discovery.is_shared  # which is wrong, then
-        if isinstance(error, UnreachableError) and not self.tokens and not self.migrations and has_fixed_address:
-            raise error
         if isinstance(error, EngineLostError):
             self._was_in_stall = isinstance(error, EngineStalledError)
             self.migrations += 1
@@ -251,50 +255,33 @@ class SequenceRunner:
             return FIRST_PAUSE_S if sampling.logits_processors or sampling.guided_decoding else 0.0
         if now - self._failing_since > config.stall_timeout_s:
             raise error
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
-        return pause_s
+        self._backoff = self._backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        return self._backoff.next_s()
 
     async def _attempt(self, request: EngineRequest, placement: Placement) -> None:
         """Have the request computed once. Raises what went wrong; only a lease that is still good is kept then.
 
         A lease that an attempt before this one kept is used again: the prompt is not computed twice.
         """
-        work, tokens = self._work, self.tokens
-        num_tokens = len(tokens)
-        lease: _Lease | None = None
         pictures: RequestEmbeddings | None = None  # for whichever engine computes the prompt
-        kv = _KvState.NONE
-        if placement.prefill is not None:
-            lease, self._lease = self._lease or _Lease(self._services, placement.prefill, work.deadline), None
-            kv = _KvState.PENDING
-        elif self._lease is not None:  # decode computes the prompt itself
-            self._lease.release()
-            self._lease = None
         try:
-            if work.pictures is not None and (lease is None or not lease.is_filled):
-                pictures = await work.pictures.take()
-                request = msgspec.structs.replace(request, multimodal=pictures.multimodal)
-            if lease is None or not lease.is_filled:
+            if self._lease is None:
                 self._predicted_tokens = placement.cached_tokens
-            if lease is None:
-                self._prefill = self._prefill if tokens else None
-            else:
-                result = await lease.prefill(_on_rank(request, placement.prefill_dp_rank))
-                kv = _KvState.OFFERED
-                self._services.router.prefilled(placement)
-                self._prefill = (lease.worker, result.usage)
-                request = self._go_on(request, lease.worker, result)
-            await self._decode(placement.decode, _on_rank(request, placement.decode_dp_rank))
-            if kv is _KvState.OFFERED and len(tokens) > num_tokens:
-                kv = _KvState.CLAIMED
-        except UnavailableError as error:
-            was_refused = not isinstance(error, (EngineLostError, KvTransferError)) and len(tokens) == num_tokens
-            if kv is _KvState.OFFERED and was_refused:
-                kv, self._lease = _KvState.KEPT, lease
-            raise
+                if self._work.pictures is not None:
+                    pictures = await self._work.pictures.take()
+                    request = msgspec.structs.replace(request, multimodal=pictures.multimodal)
+            if placement.prefill is not None:
+                request = await self._prefilled(request, placement, placement.prefill)
+            elif not self.tokens:
+                self._prefill = None
+            num_tokens = len(self.tokens)
+            error = await self._decode(placement.decode, _on_rank(request, placement.decode_dp_rank))
+            if error is not None:
+                self._blame(error, placement, was_refused=len(self.tokens) == num_tokens)
         finally:
-            if lease is not None and kv in (_KvState.PENDING, _KvState.OFFERED):
-                lease.release()
+            if self._lease is not None and self._lease.state is not _KvState.KEPT:
+                self._lease.release()
+                self._lease = None
             if pictures is not None and not self._stream.finish_reason:
                 pictures.release()  # an engine that finished has fetched them all
 
@@ -311,14 +298,31 @@ class SequenceRunner:
             metrics.add("bireme_routed_total", 1, worker)
         if placement.prefill is not None or placement.is_short:
             metrics.add("bireme_prompts_placed_total", 1, "decode" if placement.is_short else "prefill")
+        if placement.prefill is None and self._lease is not None:  # decode computes the prompt itself
+            self._lease.release()
+            self._lease = None
         return placement
 
-    def _go_on(self, request: EngineRequest, worker: str, result: PrefillResult) -> EngineRequest:
-        """Return the request for the engine that takes over what `worker` has computed."""
-        sampling = request.sampling
+    async def _prefilled(self, request: EngineRequest, placement: Placement, worker: str) -> EngineRequest:
+        """Have prefill compute the prompt, unless it has; return the request for decode, which takes over.
+
+        Raises UnavailableError when the worker is lost or missing.
+        """
+        lease, router, sampling = self._lease, self._services.router, request.sampling
+        if lease is None:
+            lease = self._lease = _Lease(self._services, worker, _on_rank(request, placement.prefill_dp_rank))
+            try:
+                await _within(asyncio.shield(lease.call), self._work.deadline)
+            except UnavailableError:
+                router.note_down(worker)
+                raise
+            router.note_up(worker)
+        result, lease.state = lease.call.result(), _KvState.OFFERED
+        router.prefilled(placement)
+        self._prefill = (lease.worker, result.usage)
         if sampling.prompt_logprobs is not None:
             if result.prompt_logprobs is None:
-                raise BiremeError(f"prompt_logprobs: the answer of {worker} lacks them")
+                raise BiremeError(f"prompt_logprobs: the answer of {lease.worker} lacks them")
             self._prompt_logprobs = result.prompt_logprobs
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(
@@ -349,8 +353,8 @@ class SequenceRunner:
             was_in_stall=self._was_in_stall,
         )
 
-    async def _decode(self, worker: str, request: EngineRequest) -> None:
-        """Generate on one worker. Raises the error of its finish."""
+    async def _decode(self, worker: str, request: EngineRequest) -> BiremeError | None:
+        """Generate on one worker. Returns the error of its finish."""
         began_at = time.monotonic()
         num_tokens = len(self.tokens)
         self._ended = asyncio.get_running_loop().create_future()
@@ -361,25 +365,34 @@ class SequenceRunner:
             if self._ended.cancelled() or not self._ended.done():
                 generation.abort()
             self._ended = None
+        has_grown = len(self.tokens) > num_tokens
         if self._stream.finish_reason:
             self._services.router.note_up(worker)
-            return
+            if self._lease is not None and has_grown:
+                self._lease.state = _KvState.CLAIMED
+            return None
         self._lost_at = time.monotonic()
         self._lost_ms += (self._lost_at - began_at) * 1000
         if self.tokens:
             self.push = self._push_again
-        if len(self.tokens) > num_tokens:
-            self._failing_since, self._pause_s = 0.0, FIRST_PAUSE_S
+        if has_grown:
+            self._failing_since, self._backoff = 0.0, None
         if finish.reason == "cancelled":
-            raise RequestCancelledError("the request was aborted")
-        error = generation.failure or from_message(finish.error)
+            return RequestCancelledError("the request was aborted")
+        return generation.failure or from_message(finish.error)
+
+    def _blame(self, error: BiremeError, placement: Placement, was_refused: bool) -> NoReturn:
+        """Have the worker at fault skipped for a while; raise the error. `was_refused`: no token came."""
+        router = self._services.router
         if isinstance(error, KvTransferError):
             self._has_kv = False
-            if self._placement is not None and self._placement.prefill is not None:
-                self._services.router.note_down(self._placement.prefill)
+            if placement.prefill is not None:
+                router.note_down(placement.prefill)
         elif isinstance(error, UnavailableError):
-            self._services.router.note_down(worker)
-        elif isinstance(error, NotFoundError) and request.request_type == "generation_only":
+            router.note_down(placement.decode)
+            if self._lease is not None and was_refused and not isinstance(error, EngineLostError):
+                self._lease.state = _KvState.KEPT
+        elif isinstance(error, NotFoundError) and self._lease is not None:
             raise EngineLostError(str(error)) from error  # the lease expired, or its engine is another by now
         raise error
 
@@ -417,48 +430,29 @@ class SequenceRunner:
 
 
 class _Lease:
-    """One prefill: the call, and the KV that it leaves leased until decode has claimed it."""
+    """One prefill: the call, which begins at once, and the KV that it leaves leased until decode has claimed it."""
 
-    def __init__(self, services: Services, worker: str, deadline: float) -> None:
-        self._services, self.worker, self._deadline = services, worker, deadline
+    def __init__(self, services: Services, worker: str, request: EngineRequest) -> None:
+        self._services, self.worker, self.state = services, worker, _KvState.PENDING
         self._request_id = secrets.token_hex(16)  # nobody else can abort it
-        self._call: asyncio.Future[PrefillResult] | None = None
-
-    @property
-    def is_filled(self) -> bool:
-        call = self._call
-        return call is not None and call.done() and not call.cancelled() and call.exception() is None
-
-    async def prefill(self, request: EngineRequest) -> PrefillResult:
-        """Return the result, at once if it is there. Raises UnavailableError when the worker is lost or missing."""
-        if self._call is not None and self.is_filled:
-            return self._call.result()
         request = msgspec.structs.replace(request, request_type="context_only")
-        self._call = asyncio.ensure_future(self._services.workers.prefill(self.worker, request, self._request_id))
-        self._call.add_done_callback(_notice)
-        try:
-            result = await _within(asyncio.shield(self._call), self._deadline)
-        except UnavailableError:
-            self._services.router.note_down(self.worker)
-            raise
-        self._services.router.note_up(self.worker)
-        return result
+        self.call = asyncio.ensure_future(services.workers.prefill(worker, request, self._request_id))
+        self.call.add_done_callback(_notice)
 
     def release(self) -> None:
-        """Stop the prefill, or free its lease, in the background. Harmless when decode has claimed it."""
-        call = self._call
-        if call is None or (call.done() and (call.cancelled() or call.exception() is not None)):
-            return
-        self._services.run_in_background(self._abort(call))
+        """Stop the prefill, or free its lease, in the background, unless decode has claimed it."""
+        has_failed = self.call.done() and (self.call.cancelled() or self.call.exception() is not None)
+        if not has_failed and self.state is not _KvState.CLAIMED:
+            self._services.run_in_background(self._abort())
 
-    async def _abort(self, call: asyncio.Future[PrefillResult]) -> None:
-        was_done = call.done()
+    async def _abort(self) -> None:
+        was_done = self.call.done()
         with contextlib.suppress(NotFoundError):
             await self._services.workers.abort_prefill(self.worker, self._request_id)
         if was_done:
             return
         try:
-            await call
+            await self.call
         except BiremeError:
             return
         with contextlib.suppress(NotFoundError):  # it was faster than the abort
