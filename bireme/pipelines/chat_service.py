@@ -67,8 +67,8 @@ class ChatService:
         """Return where the request would run now, as JSON; nothing but its pictures is computed."""
         async with self._prepared(request, arrived_at) as (prompt, pictures):
             on_prompt(len(prompt.ids))
-            works = self._works(request, prompt, request.sampling.params, pictures, arrived_at)
-            return encode_json(placement_json(self.services.router, works[0].routing_request()))
+            sequence_requests = self._sequence_requests(request, prompt, request.sampling.params, pictures, arrived_at)
+            return encode_json(placement_json(self.services.router, sequence_requests[0].routing_request()))
 
     async def count(self, request: ChatRequest, arrived_at: float) -> int:
         """Return the number of prompt tokens, pictures included; nothing else is computed."""
@@ -106,13 +106,15 @@ class ChatService:
     ) -> list[SequenceRunner]:
         on_prompt(len(prompt.ids))
         parsing = ParserRequest(request.functions, prompt.end)
-        works = self._works(request, prompt, self._params(request, parsing), pictures, arrived_at)
-        choices = [self._choice(index, request, parsing, answer) for index in range(len(works))]
+        sequence_requests = self._sequence_requests(
+            request, prompt, self._params(request, parsing), pictures, arrived_at
+        )
+        choices = [self._choice(index, request, parsing, answer) for index in range(len(sequence_requests))]
         outputs: list[Output] = [choice.add for choice in choices]
         if ids is not None:
             ids.prompt = prompt.ids.tolist()
             outputs = [ids.noting(index, output) for index, output in enumerate(outputs)]
-        return await run_sequences(self.services, self.tokenizer, works, outputs, arrived_at)
+        return await run_sequences(self.services, self.tokenizer, sequence_requests, outputs, arrived_at)
 
     def close(self) -> None:
         self.prompts.close()
@@ -151,7 +153,7 @@ class ChatService:
         timeout_s = self.services.recipe.pipeline.request_timeout_s
         return arrived_at + timeout_s if timeout_s else 0.0
 
-    def _works(
+    def _sequence_requests(
         self,
         request: ChatRequest,
         prompt: EncodedPrompt,

@@ -27,8 +27,8 @@ class Router(TextPipeline):
         with self._services.admitted():
             request = parse_generate(inputs, self.spec, self._services.recipe)
             cancel_with(cancelled)
-            work = self._works(request, await self._tokenize(request), time.monotonic())[0]
-            send(TensorResponse(_tensors(placement_json(self._services.router, work.routing_request()))))
+            sequence = self._sequence_requests(request, await self._tokenize(request), time.monotonic())[0]
+            send(TensorResponse(_tensors(placement_json(self._services.router, sequence.routing_request()))))
 
 
 def _tensors(answer: dict[str, Any]) -> Tensors:

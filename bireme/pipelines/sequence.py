@@ -109,14 +109,14 @@ class SequenceRunner:
     def __init__(
         self,
         services: Services,
-        work: SequenceRequest,
+        request: SequenceRequest,
         detokenizer: Detokenizer,
         send: Callable[[TokenDelta], None],
         index: int | None = None,
     ) -> None:
-        self._services, self._work = services, work
-        self.metrics = services.metrics_of(work.options.cache_salt)
-        self._stream = TextStream(detokenizer, work.sampling, send, self._settle, self.abort, index)
+        self._services, self._request = services, request
+        self.metrics = services.metrics_of(request.options.cache_salt)
+        self._stream = TextStream(detokenizer, request.sampling, send, self._settle, self.abort, index)
         self.push = self._push_first
         self.first_token_at = 0.0
         self.migrations = 0
@@ -194,7 +194,7 @@ class SequenceRunner:
         """
         try:
             while True:
-                request, placement = self._request(), None
+                request, placement = self._engine_request(), None
                 try:
                     placement = self._placement = self._place()
                     await self._attempt(request, placement)
@@ -222,8 +222,8 @@ class SequenceRunner:
     def _has_all_tokens(self, worker: str) -> bool:
         """Return whether no engine would make another token; they refuse a request with none left to make."""
         capacity, limits = self._services.workers.capacity(worker), self._services.recipe.limits
-        context = capacity.max_seq_len - len(self._work.prompt) if capacity is not None else None
-        bounds = [n for n in (self._work.sampling.max_tokens, limits.max_tokens, context) if n is not None]
+        context = capacity.max_seq_len - len(self._request.prompt) if capacity is not None else None
+        bounds = [n for n in (self._request.sampling.max_tokens, limits.max_tokens, context) if n is not None]
         return bool(self.tokens and bounds) and len(self.tokens) >= min(bounds)
 
     def _plan_retry(self, error: BiremeError) -> float:
@@ -249,7 +249,7 @@ class SequenceRunner:
                     f"{error}; moved {config.migration_limit} times already (pipeline.migration_limit)"
                 ) from error
             self.metrics.add("bireme_migrations_total")
-            sampling = self._work.sampling
+            sampling = self._request.sampling
             # One of several sequences may have been at fault with its own work, which the others have, too: it ends
             # them before they are sent again.
             return FIRST_PAUSE_S if sampling.logits_processors or sampling.guided_decoding else 0.0
@@ -267,8 +267,8 @@ class SequenceRunner:
         try:
             if self._lease is None:
                 self._predicted_tokens = placement.cached_tokens
-                if self._work.pictures is not None:
-                    pictures = await self._work.pictures.take()
+                if self._request.pictures is not None:
+                    pictures = await self._request.pictures.take()
                     request = msgspec.structs.replace(request, multimodal=pictures.multimodal)
             if placement.prefill is not None:
                 request = await self._prefilled(request, placement, placement.prefill)
@@ -289,7 +289,7 @@ class SequenceRunner:
         """Have the router choose. Raises what it refuses."""
         metrics = self.metrics
         try:
-            placement = self._services.router.place(self._work.routing_request(bool(self.tokens), self._has_kv))
+            placement = self._services.router.place(self._request.routing_request(bool(self.tokens), self._has_kv))
         except ResourceExhaustedError:
             metrics.add("bireme_routing_decisions_total", 1, "refused")
             raise
@@ -312,7 +312,7 @@ class SequenceRunner:
         if lease is None:
             lease = self._lease = _Lease(self._services, worker, _on_rank(request, placement.prefill_dp_rank))
             try:
-                await _within(asyncio.shield(lease.call), self._work.deadline)
+                await _within(asyncio.shield(lease.call), self._request.deadline)
             except UnavailableError:
                 router.note_down(worker)
                 raise
@@ -330,25 +330,25 @@ class SequenceRunner:
             sampling=sampling,
             request_type="generation_only",
             disaggregated_params=result.disaggregated_params,
-            multimodal=self._work.pictures.places if self._work.pictures else None,
+            multimodal=self._request.pictures.places if self._request.pictures else None,
         )
 
-    def _request(self) -> EngineRequest:
+    def _engine_request(self) -> EngineRequest:
         """Return what is asked for now: the prompt and what has been delivered, in the time that is left."""
-        work, resumed = self._work, self.tokens
-        prompt, timeout_ms = work.prompt, 0
+        own, resumed = self._request, self.tokens
+        prompt, timeout_ms = own.prompt, 0
         if resumed:
             prompt = np.concatenate([prompt, np.array(resumed, np.int32)])
-        if work.deadline:
-            remaining_s = work.deadline - time.monotonic()
+        if own.deadline:
+            remaining_s = own.deadline - time.monotonic()
             if remaining_s <= 0:
                 raise DeadlineExceededError(f"the request's time limit has passed, {len(resumed)} tokens were made")
             timeout_ms = max(1, int(remaining_s * 1000))
         return EngineRequest(
             prompt=prompt.tobytes(),
-            sampling=msgspec.structs.replace(work.sampling, prompt_logprobs=None) if resumed else work.sampling,
+            sampling=msgspec.structs.replace(own.sampling, prompt_logprobs=None) if resumed else own.sampling,
             num_resumed=len(resumed),
-            options=work.options,
+            options=own.options,
             timeout_ms=timeout_ms,
             was_in_stall=self._was_in_stall,
         )
@@ -360,7 +360,7 @@ class SequenceRunner:
         self._ended = asyncio.get_running_loop().create_future()
         generation = self._generation = self._services.workers.decode(worker, request, self)
         try:
-            finish = await _within(self._ended, self._work.deadline)
+            finish = await _within(self._ended, self._request.deadline)
         finally:
             if self._ended.cancelled() or not self._ended.done():
                 generation.abort()
@@ -404,7 +404,7 @@ class SequenceRunner:
         assert self._placement is not None
         usage = msgspec.structs.replace(
             finish.usage,
-            prompt_tokens=len(self._work.prompt),
+            prompt_tokens=len(self._request.prompt),
             decode_ms=finish.usage.decode_ms + self._lost_ms,
             decode_worker=self._placement.decode,
         )

@@ -18,7 +18,7 @@ Output = Callable[[TokenDelta], None]
 async def run_sequences(
     services: Services,
     tokenizer: TextTokenizer,
-    works: list[SequenceRequest],
+    sequence_requests: list[SequenceRequest],
     outputs: Iterable[Output],
     arrived_at: float,
 ) -> list[SequenceRunner]:
@@ -26,12 +26,12 @@ async def run_sequences(
     sequences = [
         SequenceRunner(
             services,
-            work,
-            tokenizer.detokenizer(work.sampling.skip_special_tokens),
+            request,
+            tokenizer.detokenizer(request.sampling.skip_special_tokens),
             output,
-            index if len(works) > 1 else None,
+            index if len(sequence_requests) > 1 else None,
         )
-        for index, (work, output) in enumerate(zip(works, outputs, strict=True))
+        for index, (request, output) in enumerate(zip(sequence_requests, outputs, strict=True))
     ]
     try:
         await _all(sequences)

@@ -54,17 +54,17 @@ class TensorrtLlmBls(TextPipeline):
         return [parse_generate(Inputs(row, info), GENERATE, recipe) for row in rows_of(inputs, self.spec)]
 
     async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[SequenceRunner]:
-        works: list[SequenceRequest] = []
+        sequence_requests: list[SequenceRequest] = []
         answers: list[_BlsAnswer] = []
         for row, request in enumerate(requests):
             prompt = await self._tokenize(request)
-            of_row = self._works(request, prompt, arrived_at)
+            of_row = self._sequence_requests(request, prompt, arrived_at)
             places = [_Place(row, sequence, len(prompt), request.extras) for sequence in range(len(of_row))]
             echoed = (request.text or "") if request.echo else ""
             answers += [_BlsAnswer(send, place, request.stream, echoed) for place in places]
-            works += of_row
+            sequence_requests += of_row
         outputs = [answer.add for answer in answers]
-        sequences = await run_sequences(self._services, self._tokenizer, works, outputs, arrived_at)
+        sequences = await run_sequences(self._services, self._tokenizer, sequence_requests, outputs, arrived_at)
         for answer in answers:
             answer.end()
         return sequences

@@ -72,14 +72,14 @@ class TextPipeline:
         """Return the sequences, all finished."""
         (request,) = requests
         prompt = await self._tokenize(request)
-        works = self._works(request, prompt, arrived_at)
+        sequence_requests = self._sequence_requests(request, prompt, arrived_at)
         form = self._form(request, len(prompt))
         if request.stream:
-            streams = [send if form.is_plain else StreamedDeltas(send, form).add for _ in works]
-            return await run_sequences(self._services, self._tokenizer, works, streams, arrived_at)
-        collections = [CollectedDeltas() for _ in works]
+            streams = [send if form.is_plain else StreamedDeltas(send, form).add for _ in sequence_requests]
+            return await run_sequences(self._services, self._tokenizer, sequence_requests, streams, arrived_at)
+        collections = [CollectedDeltas() for _ in sequence_requests]
         outputs = [collection.add for collection in collections]
-        sequences = await run_sequences(self._services, self._tokenizer, works, outputs, arrived_at)
+        sequences = await run_sequences(self._services, self._tokenizer, sequence_requests, outputs, arrived_at)
         send(WholeResponse([collection.joined() for collection in collections], form))
         return sequences
 
@@ -95,7 +95,7 @@ class TextPipeline:
         check_prompt_tokens(len(ids), limits)
         return ids
 
-    def _works(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[SequenceRequest]:
+    def _sequence_requests(self, request: GenerateRequest, prompt: Ids, arrived_at: float) -> list[SequenceRequest]:
         params = expand(request.sampling.resolve(self._tokenizer.encode_plain))
         first = SequenceRequest(
             prompt=prompt,

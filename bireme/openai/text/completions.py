@@ -43,11 +43,11 @@ from bireme.sampling import expand
 
 @dataclass(frozen=True, slots=True)
 class _CompletionJob:
-    """A request, encoded: n works a prompt, one after the other."""
+    """A request, encoded: n sequences a prompt, one after the other."""
 
     request: CompletionRequest
-    works: list[SequenceRequest]
-    echoes: list[str]  # one a work
+    sequences: list[SequenceRequest]
+    echoes: list[str]  # one a sequence
     num_prompt_tokens: int
 
     @property
@@ -82,7 +82,7 @@ class Completions:
         tokenizer = model.tokenizer
         params = request.sampling.resolve(tokenizer.encode_plain)
         timeout_s = model.recipe.pipeline.request_timeout_s
-        works = [
+        sequences = [
             SequenceRequest(
                 prompt=prompt,
                 sampling=single,
@@ -93,7 +93,7 @@ class Completions:
             for single in expand(params)
         ]
         texts = [_echo(model, prompt, params) if request.echo else "" for prompt in request.prompts]
-        return _CompletionJob(request, works, [text for text in texts for _ in range(params.n)], num_prompt_tokens)
+        return _CompletionJob(request, sequences, [text for text in texts for _ in range(params.n)], num_prompt_tokens)
 
     async def _encode(self, model: ServedModel, prompt: str | list[int], at: int, salt: str) -> Ids:
         if isinstance(prompt, str):
@@ -105,7 +105,7 @@ class Completions:
     async def _query(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
         if len(job.request.prompts) > 1:
             raise RequestError(f"bireme.routing.query_only: {len(job.request.prompts)} prompts; ask for each by itself")
-        answer = placement_json(model.services.router, job.works[0].routing_request())
+        answer = placement_json(model.services.router, job.sequences[0].routing_request())
         call.notes["outcome"] = PLACED
         await call.reply(200, encode_json(answer))
 
@@ -119,13 +119,13 @@ class Completions:
 
     async def _stream(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
         request = job.request
-        template = CompletionTemplate(ResponseMeta.of(model.name, "cmpl-"), len(job.works), request.include_usage)
+        template = CompletionTemplate(ResponseMeta.of(model.name, "cmpl-"), len(job.sequences), request.include_usage)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         answer = StreamedCompletion(template, stream, job.echoes, _columns(model, job))
         answer.n, answer.include_usage, answer.has_timing = job.n, request.include_usage, request.return_timing
         answer.nvext = NvExtReply(request.extra_fields, call.arrived_at)
         if request.annotations:
-            for prompt, first in zip(request.prompts, job.works[:: job.n], strict=True):
+            for prompt, first in zip(request.prompts, job.sequences[:: job.n], strict=True):
                 text = _echo(model, prompt, first.sampling)
                 answer.annotations += annotation_events(request.annotations, call, first.prompt, text)
         work = self._run(call, model, job, answer)
@@ -136,11 +136,11 @@ class Completions:
         self, call: Call, model: ServedModel, job: _CompletionJob, answer: StreamedCompletion | WholeCompletion
     ) -> list[SequenceRunner]:
         if job.request.return_token_ids:
-            answer.prompts = [work.prompt.tolist() for work in job.works]
-        outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.works))]
+            answer.prompts = [one.prompt.tolist() for one in job.sequences]
+        outputs: list[Output] = [functools.partial(answer.add, index) for index in range(len(job.sequences))]
         if not job.request.wants_tokens:
             outputs = [_prompt_only(output) for output in outputs]
-        return await run_sequences(model.services, model.tokenizer, job.works, outputs, call.arrived_at)
+        return await run_sequences(model.services, model.tokenizer, job.sequences, outputs, call.arrived_at)
 
 
 def _echo(model: ServedModel, prompt: str | list[int], params: SamplingParams) -> str:
@@ -159,8 +159,8 @@ def _columns(model: ServedModel, job: _CompletionJob) -> list[LogprobColumns] | 
         LogprobColumns(
             model.chat.texts,
             num_top,
-            int(work.prompt[0]) if job.request.echo else None,
-            work.sampling.skip_special_tokens,
+            int(one.prompt[0]) if job.request.echo else None,
+            one.sampling.skip_special_tokens,
         )
-        for work in job.works
+        for one in job.sequences
     ]
