@@ -7,11 +7,21 @@ xgrammar's grammars can match as a whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
-from bireme.logits.guided.patterns import LAST, Ranges, character_class, parsed, ranges_of, usable, width_of
+from bireme.logits.guided.patterns import (
+    LAST,
+    Ranges,
+    character_class,
+    parsed,
+    ranges_of,
+    unsupported,
+    usable,
+    width_of,
+)
 
 _MAX_STATES = 400
 _MAX_PATTERN = 20_000  # characters of the result
@@ -27,7 +37,7 @@ def joint_pattern(patterns: Iterable[str], shortest: int = 0, longest: int | Non
     texts = _Texts()
     try:
         parts = [texts.with_found(parsed(pattern)) for pattern in patterns]
-        length = texts.loop(texts.chars(usable([(0, LAST)])), shortest, longest)
+        length = texts.loop(texts.chars(usable([(0, LAST)])), shortest, math.inf if longest is None else longest)
         return _Automaton(texts, texts.all_of([*parts, length])).pattern()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -39,7 +49,9 @@ class _Node:
     __slots__ = ("is_nullable", "kind", "parts")
 
     def __init__(self, kind: str, parts: tuple[Any, ...], is_nullable: bool) -> None:
-        self.kind = kind  # chars (ranges), cat (two), any_of, all_of (a set), without (one), loop (one, low, high)
+        self.kind = (
+            kind  # chars (ranges), cat (two), any_of, all_of (a set), without (one), loop (one, low, high or infinity)
+        )
         self.parts = parts
         self.is_nullable = is_nullable  # the text without characters is one of them
 
@@ -52,7 +64,7 @@ class _Texts:
         self._after: dict[tuple[_Node, int], _Node] = {}
         self.none, self.empty = self._node("none", (), False), self._node("empty", (), True)
         self.one = self.chars([(0, LAST)])
-        self.all = self.loop(self.one, 0, None)
+        self.all = self.loop(self.one, 0, math.inf)
 
     def _node(self, kind: str, parts: tuple[Any, ...], is_nullable: bool) -> _Node:
         return self._nodes.setdefault((kind, parts), _Node(kind, parts, is_nullable))
@@ -90,7 +102,7 @@ class _Texts:
             return self.all if node is self.none else self.none
         return node.parts[0] if node.kind == "without" else self._node("without", (node,), not node.is_nullable)
 
-    def loop(self, node: _Node, low: int, high: int | None) -> _Node:
+    def loop(self, node: _Node, low: int, high: float) -> _Node:
         low = max(low, 0)
         if high == 0 or node is self.empty or (node is self.none and not low):
             return self.empty
@@ -113,19 +125,18 @@ class _Texts:
             return self.any_of([first, self.after(parts[1], code)]) if parts[0].is_nullable else first
         if node.kind == "loop":
             body, low, high = parts
-            return self.cat(self.after(body, code), self.loop(body, low - 1, None if high is None else high - 1))
+            return self.cat(self.after(body, code), self.loop(body, low - 1, high - 1))
         if node.kind == "without":
             return self.without(self.after(parts[0], code))
-        if node.kind in ("any_of", "all_of"):
-            later = [self.after(part, code) for part in parts[0]]
-            return self.any_of(later) if node.kind == "any_of" else self.all_of(later)
+        if joined := {"any_of": self.any_of, "all_of": self.all_of}.get(node.kind):
+            return joined(self.after(part, code) for part in parts[0])
         return self.none
 
     # Of a pattern as `re` reads it
 
     def with_found(self, tree: Any) -> _Node:
         """Return the texts in which the pattern is found anywhere."""
-        later = self.cat(self.loop(self.one, 1, None), self._then(list(tree), self.all, is_begin=False))
+        later = self.cat(self.loop(self.one, 1, math.inf), self._then(list(tree), self.all, is_begin=False))
         return self.any_of([self._then(list(tree), self.all, is_begin=True), later])
 
     def _then(self, items: Sequence[Any], rest: _Node, is_begin: bool | None) -> _Node:
@@ -136,18 +147,17 @@ class _Texts:
         if not items:
             return rest
         code, value = items[0]
-        low, high = _width(items[0])
-        is_still = False if low else is_begin if not high or is_begin is False else None
-        follow = self._then(items[1:], rest, is_still)
+        follow = self._then(items[1:], rest, _is_still_begin(items[0], is_begin))
         if code in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
-            return self.cat(self.chars([(value, value)] if code is op.LITERAL else ranges_of(code, value)), follow)
+            return self.cat(self.chars(ranges_of(code, value)), follow)
         if code is op.SUBPATTERN and not (value[1] or value[2]):
             return self._then(list(value[3]), follow, is_begin)
         if code is op.BRANCH:
             return self.any_of(self._then(list(way), follow, is_begin) for way in value[1])
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):
-            most = None if value[1] is op.MAXREPEAT else int(value[1])
-            return self._repeated(list(value[2]), int(value[0]), most, follow, is_begin)
+            low, high, body = value
+            most = math.inf if high is op.MAXREPEAT else int(high)
+            return self._repeated(list(body), int(low), most, follow, is_begin)
         return self._where(code, value, follow, is_begin)
 
     def _where(self, code: Any, value: Any, follow: _Node, is_begin: bool | None) -> _Node:
@@ -155,29 +165,33 @@ class _Texts:
         if code in (op.ASSERT, op.ASSERT_NOT) and value[0] > 0:
             ahead = self._then(list(value[1]), self.all, is_begin)
             return self.all_of([ahead if code is op.ASSERT else self.without(ahead), follow])
-        if code is op.AT and value is op.AT_BEGINNING and is_begin is not None:
+        if (code, value) == (op.AT, op.AT_BEGINNING) and is_begin is not None:
             return follow if is_begin else self.none
-        if code is op.AT and value is op.AT_END:
+        if (code, value) == (op.AT, op.AT_END):
             return self.empty if follow.is_nullable else self.none
-        raise ValueError(f"{str(code).lower().replace('_', ' ')} is not supported here")
+        raise ValueError(f"{unsupported(code)} here")
 
-    def _repeated(self, body: list[Any], low: int, high: int | None, follow: _Node, is_begin: bool | None) -> _Node:
+    def _repeated(self, body: list[Any], low: int, high: float, follow: _Node, is_begin: bool | None) -> _Node:
         if _is_plain(body):
             return self.cat(self.loop(self._then(body, self.empty, None), low, high), follow)
-        if high is None or high > _MAX_COPIES:
+        if high > _MAX_COPIES:
             raise ValueError("anchors and lookaheads that are repeated are not supported")
         found = follow
-        for count in range(high, 0, -1):
+        for count in range(int(high), 0, -1):
             once = self._then(body, found, is_begin if count == 1 else None)
             found = once if count <= low else self.any_of([once, follow])
         return found
 
 
-def _width(item: Any) -> tuple[int, int]:
+def _is_still_begin(item: Any, is_begin: bool | None) -> bool | None:
+    """Whether behind this item the whole text may still begin; None: sometimes."""
     try:
-        return width_of(item)
+        low, high = width_of(item)
     except IndexError:
         raise ValueError("groupref is not supported here") from None
+    if low:
+        return False
+    return is_begin if not high or is_begin is False else None
 
 
 def _flat(kind: str, parts: Iterable[_Node]) -> set[_Node]:

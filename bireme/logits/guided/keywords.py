@@ -27,10 +27,7 @@ _SHAPES: dict[str, tuple[type, ...]] = {
         ("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"), (dict,)
     ),
     **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems", "required", "enum"), (list,)),
-    **dict.fromkeys(
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-        (int, float),
-    ),
+    **dict.fromkeys((f"{end}{of}" for of in ("Length", "Items", "Properties") for end in ("min", "max")), (int, float)),
     **dict.fromkeys(("minContains", "maxContains", *NUMBER_KEYWORDS), (int, float)),
     **dict.fromkeys(("pattern", "format"), (str,)),
 }
@@ -44,10 +41,11 @@ def check(schema: Any) -> None:
     for keyword in _LONE:
         if keyword in schema:
             raise UnsupportedError(schema, keyword, f"{keyword} can't be enforced; send $ref")
-    for keyword, given in _misshapen(schema):
-        raise UnsupportedError(schema, keyword, f"{keyword}: {given}, which JSON Schema does not have there")
+    for keyword in filter(schema.__contains__, _SHAPES):
+        if given := _misshapen(keyword, schema[keyword]):
+            raise UnsupportedError(schema, keyword, f"{keyword}: {given}, which JSON Schema does not have there")
     for keyword in ("anyOf", "oneOf", "enum"):
-        if keyword in schema and not schema[keyword]:
+        if schema.get(keyword) == []:
             raise ValueError(f"schema: {keyword} is empty and cannot accept any value; send at least one")
     if unknown := (types_of(schema) or set()) - set(TYPES):
         raise ValueError(f"schema: type {min(unknown)[:40]}; send one of {', '.join(TYPES)}")
@@ -64,20 +62,15 @@ def types_of(schema: dict[str, Any]) -> set[str] | None:
     return types | {"null"} if schema.get("nullable") is True else types
 
 
-def _misshapen(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield keywords of the wrong form, with what they hold."""
-    for keyword, kinds in _SHAPES.items():
-        if keyword not in schema:
-            continue
-        value = schema[keyword]
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            yield keyword, f"a {type(value).__name__}"
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield keyword, str(value)
-        elif keyword == "multipleOf" and schema[keyword] <= 0:
-            yield keyword, str(value)
-        elif odd := [name for name in _names_in(keyword, value) if not isinstance(name, str)]:
-            yield keyword, f"a {type(odd[0]).__name__} among the names"
+def _misshapen(keyword: str, value: Any) -> str:
+    """Return what there is of a wrong form; "" where all is right."""
+    kinds: Any = _SHAPES[keyword]
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return f"a {type(value).__name__}"
+    if (isinstance(value, float) and not math.isfinite(value)) or (keyword == "multipleOf" and value <= 0):
+        return str(value)
+    odd = next((name for name in _names_in(keyword, value) if not isinstance(name, str)), "")
+    return "" if odd == "" else f"a {type(odd).__name__} among the names"
 
 
 def _names_in(keyword: str, value: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -102,20 +102,27 @@ def parsed(pattern: str) -> Any:
 
 def _sequence(items: list[Any], is_left_edge: bool, is_right_edge: bool) -> str:
     """Return its pattern; `.*` stands at an edge of the whole text that no anchor holds."""
-    before = after = ""
-    if is_left_edge:
-        while items[:1] == [(op.AT, op.AT_BEGINNING)]:
-            items, is_left_edge = items[1:], False
-    if is_right_edge:
-        while items[-1:] == [(op.AT, op.AT_END)]:
-            items, is_right_edge = items[:-1], False
-    if is_left_edge and not (items and _has_anchor(items[0])):
-        before, is_left_edge = f"{_ANY}*", False
-    if is_right_edge and not (items and _has_anchor(items[-1])):
-        after, is_right_edge = f"{_ANY}*", False
+    is_left_edge = is_left_edge and not _stripped(items, 0, op.AT_BEGINNING)
+    is_right_edge = is_right_edge and not _stripped(items, -1, op.AT_END)
+    before, after = _margin(is_left_edge, items[:1]), _margin(is_right_edge, items[-1:])
     last = len(items) - 1
-    inner = [_item(item, is_left_edge and at == 0, is_right_edge and at == last) for at, item in enumerate(items)]
+    inner = [
+        _item(item, is_left_edge and not before and at == 0, is_right_edge and not after and at == last)
+        for at, item in enumerate(items)
+    ]
     return before + "".join(inner) + after
+
+
+def _stripped(items: list[Any], at: int, anchor: Any) -> bool:
+    """Take the anchors at one end away, and say whether there were any."""
+    size = len(items)
+    while items and items[at] == (op.AT, anchor):
+        del items[at]
+    return len(items) < size
+
+
+def _margin(is_edge: bool, outermost: list[Any]) -> str:
+    return f"{_ANY}*" if is_edge and not any(map(_has_anchor, outermost)) else ""
 
 
 def _has_anchor(item: Any) -> bool:
@@ -138,30 +145,23 @@ def _item(item: Any, is_left_edge: bool, is_right_edge: bool) -> str:
         most = "" if high is op.MAXREPEAT else int(high)
         return f"({_sequence(list(body), False, False)}){{{low},{most}}}"
     if code is op.SUBPATTERN:
-        _, added, removed, body = value
-        if added or removed:
+        if any(value[1:3]):
             raise ValueError("flags are not supported")
-        return f"({_sequence(list(body), is_left_edge, is_right_edge)})"
+        return f"({_sequence(list(value[3]), is_left_edge, is_right_edge)})"
     if code is op.BRANCH:
         return f"({'|'.join(_sequence(list(way), is_left_edge, is_right_edge) for way in value[1])})"
-    if code is op.AT:
-        raise ValueError("anchors and word borders within it are not supported")
-    raise ValueError(f"{str(code).lower().replace('_', ' ')} is not supported")
+    raise ValueError("anchors and word borders within it are not supported" if code is op.AT else unsupported(code))
+
+
+def unsupported(code: Any) -> str:
+    return f"{str(code).lower().replace('_', ' ')} is not supported"
 
 
 def ranges_of(code: Any, value: Any) -> Ranges:
-    if code is op.ANY:
-        return _without([(0, LAST)], _LINE_ENDS)
-    if code is op.NOT_LITERAL:
-        return _without([(0, LAST)], [(value, value)])
-    found: Ranges = []
-    for kind, inner in value:
-        if kind is op.LITERAL:
-            found.append((inner, inner))
-        elif kind is op.RANGE:
-            found.append(inner)
-        elif kind is op.CATEGORY:
-            found += _CATEGORIES[inner]
+    """Return the characters that an item stands for."""
+    if code is not op.IN:
+        return _RANGES[code](value)
+    found = [one for kind, inner in value for one in _RANGES[kind](inner)]
     return _without([(0, LAST)], found) if value and value[0][0] is op.NEGATE else found
 
 
@@ -200,27 +200,31 @@ def _without(ranges: Sequence[tuple[int, int]], holes: Iterable[tuple[int, int]]
     return left
 
 
-def _within(tree: Any, shortest: int, longest: int | None) -> Any:
-    """Return the tree held to a length, as far as one repeat of single characters can hold it."""
+def _within(tree: Any, shortest: int, longest: int | None) -> list[Any]:
+    """Return the items held to a length, as far as one repeat of single characters can hold it."""
     items = list(tree)
-    is_whole = items[:1] == [(op.AT, op.AT_BEGINNING)] and items[-1:] == [(op.AT, op.AT_END)]
+    is_whole = items[:1] + items[-1:] == [(op.AT, op.AT_BEGINNING), (op.AT, op.AT_END)]
     least, most = tree.getwidth()
     if least >= shortest and (longest is None or (is_whole and most <= longest)):
         return items
-    free = max(
-        (at for at, item in enumerate(items) if _is_free(item)), key=lambda at: width_of(items[at])[1], default=None
-    )
-    if not is_whole or free is None:
+    repeats = [at for at, item in enumerate(items) if _is_free(item)]
+    if not is_whole or not repeats:
         raise ValueError(_NO_LENGTH)
-    code, (low, high, body) = items[free]
-    others = [width_of(item) for at, item in enumerate(items) if at != free]
+    free = max(repeats, key=lambda at: width_of(items[at])[1])
+    widths = [width_of(item) for item in (*items[:free], *items[free + 1 :])]
+    items[free] = _limited(items[free], widths, shortest, longest)
+    return items
+
+
+def _limited(repeat: Any, others: list[tuple[int, int]], shortest: int, longest: int | None) -> Any:
+    """Return it with as many characters as `others`, what the rest may have, leave for the whole."""
+    code, (low, high, body) = repeat
     low = max(int(low), shortest - sum(width for width, _ in others))
     if longest is not None:
         high = min(int(high), longest - sum(width for _, width in others))
     if low > int(high):
         raise ValueError(_NO_LENGTH)
-    items[free] = (code, (low, high, body))
-    return items
+    return code, (low, high, body)
 
 
 def _is_free(item: Any) -> bool:
@@ -241,5 +245,13 @@ _CATEGORIES = {
     op.CATEGORY_NOT_WORD: _without([(0, LAST)], _WORD),
     op.CATEGORY_SPACE: _BLANK,
     op.CATEGORY_NOT_SPACE: _without([(0, LAST)], [*_BLANK, (0xFEFF, 0xFEFF)]),
+}
+_RANGES: dict[Any, Callable[[Any], Ranges]] = {
+    op.ANY: lambda _: _without([(0, LAST)], _LINE_ENDS),
+    op.LITERAL: lambda code: [(code, code)],
+    op.NOT_LITERAL: lambda code: _without([(0, LAST)], [(code, code)]),
+    op.RANGE: lambda ends: [ends],
+    op.CATEGORY: lambda category: _CATEGORIES[category],
+    op.NEGATE: lambda _: [],
 }
 _ANY = character_class(usable([(0, LAST)]))
