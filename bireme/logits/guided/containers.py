@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bireme.logits.guided.instance import Instances, tuple_of
 from bireme.logits.guided.patterns import any_text, literal_prefix, other_than, whole_pattern
 from bireme.logits.guided.references import UnsupportedError
-from bireme.logits.guided.scalars import NothingError
+from bireme.logits.guided.scalars import NothingError, bounds, sized
 
 Schema = dict[str, Any]
 Place = Callable[[Iterable[Any]], Schema | None]  # what holds where all of these schemas do; None: nothing can
@@ -27,9 +26,9 @@ def is_open(flats: Sequence[Schema]) -> bool:
     return not any(flat.get("properties") for flat in flats)
 
 
-def _bounds(flats: Sequence[Schema], of: str) -> tuple[int, int | None]:
-    low = max((math.ceil(flat.get(f"min{of}", 0)) for flat in flats), default=0)
-    return low, min((math.floor(flat[f"max{of}"]) for flat in flats if f"max{of}" in flat), default=None)
+def names_in(flats: Sequence[Schema], *keywords: str) -> list[str]:
+    """Return the names that these keywords speak of, each once."""
+    return list(dict.fromkeys(name for keyword in keywords for flat in flats for name in flat.get(keyword, ())))
 
 
 class Arrays:
@@ -38,7 +37,7 @@ class Arrays:
 
     def shape(self, flats: Sequence[Schema]) -> Schema:
         """Raises NothingError, UnsupportedError."""
-        low, high = _bounds(flats, "Items")
+        low, high = bounds(flats, "Items")
         tuples = [tuple_of(flat) for flat in flats]
         places, is_cut = self._places(tuples, high)
         rest = None if is_cut else self._rest(flats, tuples, len(places), low, high)
@@ -80,14 +79,11 @@ def _check_array(flat: Schema, high: int | None) -> None:
 
 def _array_shape(places: list[Schema], rest: Schema | None, low: int, high: int | None) -> Schema:
     shape: Schema = {"type": "array", "items": False if rest is None else rest}
-    if rest == {} and not places and not low and high is None:
-        return {"type": "array"}
     if places:
         shape["prefixItems"] = places
     if rest is not None:
-        shape |= {"minItems": low} if low else {}
-        shape |= {"maxItems": high} if high is not None else {}
-    return shape
+        shape |= sized("Items", low, high)
+    return {"type": "array"} if shape == {"type": "array", "items": {}} else shape
 
 
 class Objects:
@@ -97,18 +93,17 @@ class Objects:
 
     def shape(self, flats: Sequence[Schema], has_tags: bool) -> Schema:
         """Raises NothingError, UnsupportedError."""
-        required = list(dict.fromkeys(name for flat in flats for name in flat.get("required", ())))
-        names = list(dict.fromkeys([*(name for flat in flats for name in flat.get("properties", ())), *required]))
-        low, high = _bounds(flats, "Properties")
+        required, names = names_in(flats, "required"), names_in(flats, "properties", "required")
+        low, high = bounds(flats, "Properties")
         free = self._free_names(flats, names, is_open(flats) or low > len(names))
         if isinstance(free, list):  # they are counted up: as good as properties
-            names, free = [*names, *(name for name in free if name not in names)], None
+            names, free = list(dict.fromkeys((*names, *free))), None
         properties = self._properties(names, required, flats)
         keys = self._keys(flats, names, free)
-        if high is not None and (len(required) > high or low > high) or (not keys and low > len(properties)):
+        if (high is not None and max(len(required), low) > high) or (not keys and low > len(properties)):
             raise NothingError(f"no object has {low} to {len(properties) if high is None else high} of its properties")
-        bounds = _counts(flats, low, high, len(required), has_keys=bool(keys))
-        return _object_shape(properties, required, keys, bounds, has_names=bool(names), has_tags=has_tags)
+        counts = _counts(flats, low, high, len(required), has_keys=bool(keys))
+        return _object_shape(properties, required, keys, counts, has_names=bool(names), has_tags=has_tags)
 
     def _properties(self, names: Sequence[str], required: Sequence[str], flats: Sequence[Schema]) -> dict[str, Schema]:
         found: dict[str, Schema] = {}
@@ -134,26 +129,19 @@ class Objects:
         if shape is None:
             return None
         if "enum" in shape:
-            return [name for name in shape["enum"] if isinstance(name, str)]
+            return list(shape["enum"])
         if shape == _TEXT:
             return ""
-        if names:
-            return None  # a pattern could not keep from naming these once more
-        if "pattern" in shape:
-            return str(shape["pattern"])
-        if shape.keys() <= {"type", "minLength", "maxLength"}:
-            return any_text(shape.get("minLength", 0), shape.get("maxLength"))
-        holder = next(flat for flat in flats if "propertyNames" in flat)
-        raise UnsupportedError(holder, "propertyNames", "propertyNames: only a pattern, lengths or enum are enforced")
+        return None if names else _name_pattern(shape, flats)  # it could not keep from naming these once more
 
-    def _keys(self, flats: Sequence[Schema], names: Sequence[str], free: str | list[str] | None) -> dict[str, Schema]:
+    def _keys(self, flats: Sequence[Schema], names: Sequence[str], free: str | None) -> dict[str, Schema]:
         """Return the schemas of free names by their pattern."""
         keys, prefixes = self._patterned(flats, names)
         if free is None or not all(prefixes):
             return keys
         rest = self._place([flat["additionalProperties"] for flat in flats if "additionalProperties" in flat])
-        if rest is not None and not (isinstance(free, str) and free and prefixes):
-            keys[str(free) or (other_than(names, prefixes) if names or prefixes else "")] = rest
+        if rest is not None and not (free and prefixes):
+            keys[free or other_than(names, prefixes)] = rest
         return keys
 
     def _patterned(self, flats: Sequence[Schema], names: Sequence[str]) -> tuple[dict[str, Schema], list[str]]:
@@ -179,6 +167,15 @@ class Objects:
         return self._instances.of_property(name, only)
 
 
+def _name_pattern(shape: Schema, flats: Sequence[Schema]) -> str:
+    if "pattern" in shape:
+        return str(shape["pattern"])
+    if shape.keys() <= {"type", "minLength", "maxLength"}:
+        return any_text(shape.get("minLength", 0), shape.get("maxLength"))
+    holder = next(flat for flat in flats if "propertyNames" in flat)
+    raise UnsupportedError(holder, "propertyNames", "propertyNames: only a pattern, lengths or enum are enforced")
+
+
 def _counts(flats: Sequence[Schema], low: int, high: int | None, num_required: int, has_keys: bool) -> Schema:
     """Return the keywords that hold the number of properties."""
     low = 0 if low <= num_required else low
@@ -188,7 +185,7 @@ def _counts(flats: Sequence[Schema], low: int, high: int | None, num_required: i
             holder, "minProperties", "minProperties can't be enforced where names are free, since one may come twice;"
             " name them in required",
         )  # fmt: skip
-    return ({"minProperties": low} if low else {}) | ({} if high is None else {"maxProperties": high})
+    return sized("Properties", low, high)
 
 
 def _read(pattern: str, holder: Schema) -> tuple[str, str]:
@@ -213,20 +210,17 @@ def _object_shape(
     properties: dict[str, Schema],
     required: list[str],
     keys: dict[str, Schema],
-    bounds: Schema,
+    counts: Schema,
     has_names: bool,
     has_tags: bool,
 ) -> Schema:
     shape: Schema = {"type": "object"}
     if properties:
         shape |= {"properties": properties, "required": required}
-    rest = keys.get("") if not has_names or has_tags else None
-    if rest is None and has_tags and keys:
-        rest = next(iter(keys.values())) if len(keys) == 1 else None
-    if rest == {} and not properties and not bounds and len(keys) == 1:
-        return shape
-    if rest is not None and len(keys) == 1:
-        return {**shape, "additionalProperties": rest, **bounds}
-    if not keys:
-        return {**shape, "additionalProperties": False, **({} if not properties else bounds)}
-    return {**shape, "patternProperties": keys, "additionalProperties": False, **bounds}
+    if len(keys) == 1 and (has_tags or (not has_names and "" in keys)):
+        (rest,) = keys.values()
+        shape |= {"additionalProperties": rest, **counts}
+        return {"type": "object"} if shape == {"type": "object", "additionalProperties": {}} else shape
+    if keys:
+        return {**shape, "patternProperties": keys, "additionalProperties": False, **counts}
+    return {**shape, "additionalProperties": False, **(counts if properties else {})}

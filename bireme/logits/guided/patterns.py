@@ -63,7 +63,7 @@ def any_text(shortest: int, longest: int | None) -> str:
 
 
 def other_than(names: Iterable[str], prefixes: Iterable[str]) -> str:
-    """Return a pattern of all texts that are none of `names` and begin with none of `prefixes`."""
+    """Return a pattern of all texts that are none of `names` and begin with none of `prefixes`; "" for all."""
     root: dict[str, Any] = {}
     for ends, texts in (("", names), ("*", prefixes)):  # keys of more or less than one character: what ends here
         for text in texts:
@@ -73,7 +73,7 @@ def other_than(names: Iterable[str], prefixes: Iterable[str]) -> str:
             node[ends] = {}
             if ends:
                 node["*"] = {}
-    return _other(root)
+    return _other(root) if root else ""
 
 
 def _other(node: dict[str, Any]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from bireme.logits.guided.automaton import joint_pattern
 from bireme.logits.guided.keywords import NUMBER_KEYWORDS
@@ -25,9 +25,8 @@ _TIMES = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 _DATES = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
 _BYTE, _GROUP = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])", "[0-9a-fA-F]{1,4}"
 _URI = "[a-z]{3,6}://[a-z0-9][A-Za-z0-9._~/?&=+-]*"
-FORMATS: dict[
-    str, tuple[int, int | None, str]
-] = {  # shortest, longest, and a plainer pattern for what stands beside it
+# Shortest, longest, and a plainer pattern for what stands beside it.
+FORMATS: dict[str, tuple[int, int | None, str]] = {
     "date": (10, 10, f"^{_DATE}$"),
     "time": (9, None, f"^{_TIME}$"),
     "date-time": (20, None, f"^{_DATE}T{_TIME}$"),
@@ -50,59 +49,46 @@ class NothingError(ValueError):
     """No value satisfies the schemas."""
 
 
-class _Bounds(NamedTuple):
-    """None: there is none. Open: the bound itself is out."""
+Bound = tuple[str, float]  # a keyword and what it says
 
-    low: float | None
-    is_low_open: bool
-    high: float | None
-    is_high_open: bool
 
-    @classmethod
-    def of(cls, flats: Sequence[Schema]) -> _Bounds:
-        low = max(
-            [(flat["minimum"], False) for flat in flats if "minimum" in flat]
-            + [(flat["exclusiveMinimum"], True) for flat in flats if "exclusiveMinimum" in flat],
-            default=(None, False),
-        )
-        high = min(
-            [(flat["maximum"], False) for flat in flats if "maximum" in flat]
-            + [(flat["exclusiveMaximum"], True) for flat in flats if "exclusiveMaximum" in flat],
-            key=lambda bound: (bound[0], not bound[1]),
-            default=(None, False),
-        )
-        return cls(*low, *high)
+def bounds(flats: Sequence[Schema], of: str) -> tuple[int, int | None]:
+    """Return the least and the greatest size that all allow."""
+    low = max((math.ceil(flat.get(f"min{of}", 0)) for flat in flats), default=0)
+    return low, min((math.floor(flat[f"max{of}"]) for flat in flats if f"max{of}" in flat), default=None)
 
-    @property
-    def first(self) -> int | None:
-        """The least integer within."""
-        if self.low is None:
-            return None
-        return math.floor(self.low) + 1 if self.is_low_open else math.ceil(self.low)
 
-    @property
-    def last(self) -> int | None:
-        if self.high is None:
-            return None
-        return math.ceil(self.high) - 1 if self.is_high_open else math.floor(self.high)
+def sized(of: str, low: int, high: int | None) -> Schema:
+    """Return the keywords of these bounds."""
+    return ({f"min{of}": low} if low else {}) | ({} if high is None else {f"max{of}": high})
 
 
 def number(name: str, flats: Sequence[Schema]) -> Schema:
-    bounds, holder = _Bounds.of(flats), next((flat for flat in flats if "multipleOf" in flat), {})
-    parts = [Fraction(str(flat["multipleOf"])) for flat in flats if "multipleOf" in flat]
-    if name == "number" and any(part.denominator > 1 for part in parts):
-        raise UnsupportedError(
-            holder, "multipleOf", "multipleOf of a fraction can't be enforced; leave it out, or send integers"
-        )
-    if name == "number" and not parts:
-        return _real(bounds, flats)
-    return _integer(bounds, math.lcm(*(part.numerator for part in parts)), holder, flats)
+    steps = [Fraction(str(flat["multipleOf"])) for flat in flats if "multipleOf" in flat]
+    ends = {"minimum": _tightest(flats, "minimum", max), "maximum": _tightest(flats, "maximum", min)}
+    found = {keyword: bound for keyword, bound in ends.items() if bound is not None}
+    if name == "number" and not steps:
+        return _real(found, flats)
+    if name == "number" and max(step.denominator for step in steps) > 1:
+        reason = "multipleOf of a fraction can't be enforced; leave it out, or send integers"
+        raise UnsupportedError(_holder_of("multipleOf", flats), "multipleOf", reason)
+    return _integer(found, math.lcm(*(step.numerator for step in steps)), flats)
 
 
-def _real(bounds: _Bounds, flats: Sequence[Schema]) -> Schema:
-    low, high = bounds.low, bounds.high
-    if low is not None and high is not None:
-        if low > high or (low == high and (bounds.is_low_open or bounds.is_high_open)):
+def _tightest(flats: Sequence[Schema], name: str, choose: Callable[..., Bound | None]) -> Bound | None:
+    words = (f"exclusive{name.title()}", name)  # of equal ones the first
+    given = [(word, flat[word]) for word in words for flat in flats if word in flat]
+    return choose(given, key=lambda bound: bound[1], default=None)
+
+
+def _holder_of(keyword: str, flats: Sequence[Schema]) -> Schema:
+    return next(flat for flat in flats if keyword in flat)
+
+
+def _real(ends: dict[str, Bound], flats: Sequence[Schema]) -> Schema:
+    if len(ends) == 2:
+        (low_word, low), (high_word, high) = ends.values()
+        if low > high or (low == high and (low_word, high_word) != ("minimum", "maximum")):
             raise NothingError(f"no number is within {low} and {high}")
         if low == high:
             return {"enum": [low]}
@@ -111,68 +97,66 @@ def _real(bounds: _Bounds, flats: Sequence[Schema]) -> Schema:
             raise UnsupportedError(
                 holder, word, f"numbers between {low} and {high} can't be enforced: six decimals are; send wider bounds"
             )
-    shape: Schema = {"type": "number"}
-    if low is not None:
-        shape["exclusiveMinimum" if bounds.is_low_open else "minimum"] = low
-    if high is not None:
-        shape["exclusiveMaximum" if bounds.is_high_open else "maximum"] = high
-    return shape
+    return {"type": "number", **dict(ends.values())}
 
 
-def _integer(bounds: _Bounds, step: int, holder: Schema, flats: Sequence[Schema]) -> Schema:
-    first, last = bounds.first, bounds.last
-    shape: Schema = {"type": "integer"}
-    for name, bound in (("minimum", first), ("maximum", last)):
-        if bound is not None:
-            _check_integer(name, bound, flats)
-            shape[name] = bound
-    if first is not None and last is not None and first > last:
-        raise NothingError(f"no integer is within {first} and {last}")
+def _integer(ends: dict[str, Bound], step: int, flats: Sequence[Schema]) -> Schema:
+    whole = {name: _rounded(name, bound, flats) for name, bound in ends.items()}
+    if len(whole) == 2:
+        first, last = whole.values()
+        if -(-first // step) * step > last:
+            what = "integer" if first > last else f"multiple of {step}"
+            raise NothingError(f"no {what} is within {first} and {last}")
+        has_steps = last - first < _MAX_MULTIPLE_WIDTH
+    else:
+        has_steps = not whole and step <= _MAX_MULTIPLE
     if step == 1:
-        return shape
-    if first is not None and last is not None and -(-first // step) * step > last:
-        raise NothingError(f"no multiple of {step} is within {first} and {last}")
-    is_free = first is None and last is None and step <= _MAX_MULTIPLE
-    if is_free or (first is not None and last is not None and last - first < _MAX_MULTIPLE_WIDTH):
-        return {**shape, "multipleOf": step}
+        return {"type": "integer", **whole}
+    if has_steps:
+        return {"type": "integer", **whole, "multipleOf": step}
     raise UnsupportedError(
-        holder, "multipleOf", f"multipleOf {step} can't be enforced here: up to {_MAX_MULTIPLE} without minimum and"
-        f" maximum, or with both and at most {_MAX_MULTIPLE_WIDTH} integers between them",
+        _holder_of("multipleOf", flats), "multipleOf", f"multipleOf {step} can't be enforced here: up to"
+        f" {_MAX_MULTIPLE} without minimum and maximum, or with both and at most {_MAX_MULTIPLE_WIDTH} integers between"
+        " them",
     )  # fmt: skip
 
 
-def _check_integer(name: str, bound: int, flats: Sequence[Schema]) -> None:
-    if abs(bound) > MAX_INTEGER:
+def _rounded(name: str, bound: Bound, flats: Sequence[Schema]) -> int:
+    """Return the outermost integer within `minimum` or `maximum`."""
+    sign = 1 if name == "minimum" else -1
+    word, value = bound
+    whole = sign * (math.ceil(sign * value) if word == name else math.floor(sign * value) + 1)
+    if abs(whole) > MAX_INTEGER:
         words = (name, f"exclusive{name.title()}")
         holder, word = next((flat, word) for flat in flats for word in words if word in flat)
-        raise UnsupportedError(holder, word, f"{word}: {bound}; integers of 64 bits are enforced")
+        raise UnsupportedError(holder, word, f"{word}: {whole}; integers of 64 bits are enforced")
+    return whole
 
 
 def string(flats: Sequence[Schema]) -> Schema:
-    shortest = max((math.ceil(flat.get("minLength", 0)) for flat in flats), default=0)
-    longest = min((math.floor(flat["maxLength"]) for flat in flats if "maxLength" in flat), default=None)
-    patterns = {flat["pattern"]: flat for flat in flats if "pattern" in flat}
-    formats = {flat["format"]: flat for flat in flats if flat.get("format") in FORMATS}
+    shortest, longest = bounds(flats, "Length")
+    patterns = _holders(flats, "pattern")
+    formats = {name: flat for name, flat in _holders(flats, "format").items() if name in FORMATS}
     if longest is not None and shortest > longest:
         raise NothingError(f"no text has {shortest} to {longest} characters")
-    if len(formats) == 1 and not patterns:
-        return _formatted(next(iter(formats)), formats, shortest, longest)
+    if not patterns and _is_exact(list(formats), shortest, longest):
+        return {"type": "string", "format": next(iter(formats))}
     if patterns or formats:
         return {"type": "string", "pattern": _matching(patterns, formats, shortest, longest)}
-    shape: Schema = {"type": "string"}
-    if shortest:
-        shape["minLength"] = shortest
-    if longest is not None:
-        shape["maxLength"] = longest
-    return shape
+    return {"type": "string", **sized("Length", shortest, longest)}
 
 
-def _formatted(name: str, holders: dict[str, Schema], shortest: int, longest: int | None) -> Schema:
-    least, most, _ = FORMATS[name]
-    is_implied = shortest <= least and (longest is None or (most is not None and most <= longest))
-    if is_implied and name not in _NOT_XGRAMMARS:
-        return {"type": "string", "format": name}
-    return {"type": "string", "pattern": _matching({}, holders, shortest, longest)}
+def _holders(flats: Sequence[Schema], keyword: str) -> dict[str, Schema]:
+    """Return who says it, by what is said."""
+    return {flat[keyword]: flat for flat in flats if keyword in flat}
+
+
+def _is_exact(formats: Sequence[str], shortest: int, longest: int | None) -> bool:
+    """Whether these are one format, and xgrammar's own form of it holds the lengths too."""
+    if len(formats) != 1 or formats[0] in _NOT_XGRAMMARS:
+        return False
+    least, most, _ = FORMATS[formats[0]]
+    return shortest <= least and (longest is None or (most is not None and most <= longest))
 
 
 def _matching(patterns: dict[str, Schema], formats: dict[str, Schema], shortest: int, longest: int | None) -> str:

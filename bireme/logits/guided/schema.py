@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bireme.logits.guided.containers import Arrays, Objects, is_open
+from bireme.logits.guided.containers import Arrays, Objects, is_open, names_in
 from bireme.logits.guided.instance import Instances, tuple_of, type_of
 from bireme.logits.guided.keywords import KEYWORDS, TYPES, check, types_of
 from bireme.logits.guided.references import Document, UnsupportedError
@@ -80,9 +80,8 @@ class _Rewriter:
         self._arrays, self._objects = Arrays(self._place), Objects(self._place, self._instances)
         self._has_tags = has_tags
         self._is_probing = False  # whether something is allowed at all: no choice of ours may narrow it
-        self._made: dict[Any, Schema | None] = {}  # by the identities of a place's schemas
-        self._names: dict[Any, str] = {}
-        self._defs: dict[str, Schema] = {}
+        self._names: dict[Any, str] = {}  # by the identities of a place's schemas
+        self._made: dict[str, Schema | None] = {}  # by name
         self._kept: list[Any] = []  # whose identities stand in keys
         self._num_steps = 0
         self._why = ""
@@ -92,7 +91,7 @@ class _Rewriter:
         if made is None:
             raise ValueError(f"schema: it cannot accept any value{self._why and f' ({self._why})'}")
         used = self._used(made)
-        return {**made, "$defs": {name: self._defs[name] for name in used}} if used else made
+        return {**made, "$defs": {name: self._made[name] for name in used}} if used else made
 
     def _used(self, made: Schema) -> list[str]:
         found: dict[str, None] = {}
@@ -105,7 +104,7 @@ class _Rewriter:
                 name = node["$ref"].rpartition("/")[2] if isinstance(node.get("$ref"), str) else ""
                 if name and name not in found:
                     found[name] = None
-                    waiting.append(self._defs[name])
+                    waiting.append(self._made[name])
                 waiting += [inner for key, inner in node.items() if key not in ("enum", "const", "$ref")]
         return list(found)
 
@@ -113,33 +112,27 @@ class _Rewriter:
 
     def _place(self, schemas: Iterable[Any]) -> Schema | None:
         """Return what holds where all of these do; None where nothing can."""
-        unique = {
-            id(one): one
-            for one in map(self._target, schemas)
-            if one is not True and not (isinstance(one, dict) and one.keys() <= _NOTES)
-        }
+        unique = {id(one): one for one in map(self._target, schemas) if not _allows_all(one)}
         if not unique:
             return {}
-        if any(one is False for one in unique.values()):
+        if id(False) in unique:
             return None
         self._kept.append(unique)
         key = (self._is_probing, *sorted(unique))
-        if key not in self._made:
-            if key in self._names:  # it is being made: it holds itself
-                return {"$ref": f"#/$defs/{self._names[key]}"}
+        name = self._names.get(key, "")
+        if not name:
             name = self._names[key] = f"p{len(self._names)}"
             try:
-                made = self._alternatives(list(unique.values()))
+                self._made[name] = self._alternatives(list(unique.values()))
             except BaseException:
                 del self._names[key]
                 raise
-            self._made[key] = made
-            if made is not None:
-                self._defs[name] = made
-        made = self._made[key]
+        elif name not in self._made:  # it is being made: it holds itself
+            return {"$ref": f"#/$defs/{name}"}
+        made = self._made[name]
         if made is None or not made.keys() & {"properties", "patternProperties", "items", "prefixItems", "anyOf"}:
             return made
-        return {"$ref": f"#/$defs/{self._names[key]}"}
+        return {"$ref": f"#/$defs/{name}"}
 
     def _target(self, schema: Any) -> Any:
         """Follow a `$ref` that stands alone."""
@@ -184,21 +177,25 @@ class _Rewriter:
             raise UnsupportedError(schema, "$ref", "$ref: it leads back to itself")
         trail = (*trail, id(schema))
         branches = [_Branch((schema,))]
-        if "$ref" in schema:
-            branches = self._product(branches, self._expand(self._document.follow(schema), trail))
-        for one in schema.get("allOf", ()):
-            branches = self._product(branches, self._expand(one, trail))
-        if "anyOf" in schema:
-            branches = self._product(branches, [way for one in schema["anyOf"] for way in self._expand(one, trail)])
-        if "oneOf" in schema:
-            branches = self._product(branches, self._one_of(schema, trail))
-        if "not" in schema:
-            branches = self._product(branches, [_Branch((), ((schema, "not", schema["not"]),))])
-        if "if" in schema and ("then" in schema or "else" in schema):
-            branches = self._product(branches, self._if(schema, trail))
-        for ways in self._dependencies(schema, trail):
+        for ways in self._applied(schema, trail):
             branches = self._product(branches, ways)
         return [self._evaluated(schema, branch) for branch in branches]
+
+    def _applied(self, schema: Schema, trail: tuple[int, ...]) -> Iterator[list[_Branch]]:
+        """Yield the alternatives of each keyword that applies schemas in place."""
+        if "$ref" in schema:
+            yield self._expand(self._document.follow(schema), trail)
+        for one in schema.get("allOf", ()):
+            yield self._expand(one, trail)
+        if "anyOf" in schema:
+            yield [way for one in schema["anyOf"] for way in self._expand(one, trail)]
+        if "oneOf" in schema:
+            yield self._one_of(schema, trail)
+        if "not" in schema:
+            yield [_Branch((), ((schema, "not", schema["not"]),))]
+        if "if" in schema and schema.keys() & {"then", "else"}:
+            yield self._if(schema, trail)
+        yield from self._dependencies(schema, trail)
 
     def _one_of(self, schema: Schema, trail: tuple[int, ...]) -> list[_Branch]:
         ways: list[_Branch] = []
@@ -229,15 +226,12 @@ class _Rewriter:
         """Close an object or array to what this schema and those it applies in place speak of."""
         added: Schema = {}
         if "unevaluatedProperties" in schema and not any("additionalProperties" in flat for flat in branch.flats):
-            names = {name: True for flat in branch.flats for name in flat.get("properties", ())}
-            patterns = {pattern: True for flat in branch.flats for pattern in flat.get("patternProperties", ())}
-            added = {"properties": names, "patternProperties": patterns}
-            added["additionalProperties"] = schema["unevaluatedProperties"]
-        if "unevaluatedItems" in schema:
-            tuples = [tuple_of(flat)[0] for flat in branch.flats]
-            if not any(isinstance(flat.get("items"), (dict, bool)) for flat in branch.flats):
-                added["prefixItems"] = [True] * max(map(len, tuples))
-                added["items"] = schema["unevaluatedItems"]
+            added = _named(branch.flats, "properties") | {"additionalProperties": schema["unevaluatedProperties"]}
+        if "unevaluatedItems" in schema and not any(
+            isinstance(flat.get("items"), (dict, bool)) for flat in branch.flats
+        ):
+            added["prefixItems"] = [True] * max(len(tuple_of(flat)[0]) for flat in branch.flats)
+            added["items"] = schema["unevaluatedItems"]
         if not added:
             return branch
         self._kept.append(added)
@@ -247,7 +241,7 @@ class _Rewriter:
 
     def _shapes(self, branch: _Branch, has_tags: bool) -> list[Schema]:
         flats = branch.flats
-        if values := next((flat for flat in flats if "enum" in flat or "const" in flat), None):
+        if values := next((flat for flat in flats if flat.keys() & {"enum", "const"}), None):
             return self._values(values.get("enum", [values.get("const")]), branch)
         found: list[Schema] = []
         for name in self._types(flats):
@@ -271,14 +265,15 @@ class _Rewriter:
         return [{"enum": left}] if left else []
 
     def _types(self, flats: Sequence[Schema]) -> list[str]:
-        allowed = set(TYPES)
         named = [types for flat in flats if (types := types_of(flat)) is not None]
-        for types in named:
-            allowed &= types
-        spoken = {name for name, words in KEYWORDS.items() if any(flat.keys() & set(words) for flat in flats)}
+        allowed = set(TYPES).intersection(*named)
+        given = set[str]().union(*flats)
+        spoken = {name for name, words in KEYWORDS.items() if not given.isdisjoint(words)}
         if not named and spoken and not self._is_probing:
-            allowed &= spoken
-        return [name for name in TYPES if name in allowed and not (name == "integer" and "number" in allowed)]
+            allowed = spoken
+        if "number" in allowed:
+            allowed.discard("integer")
+        return sorted(allowed, key=TYPES.index)
 
     def _is_excluded(self, name: str, branch: _Branch) -> bool:
         """Whether nothing of this type is left. Raises UnsupportedError where some is and that can't be enforced."""
@@ -307,11 +302,7 @@ class _Rewriter:
         """Return our choices as a schema: the type, and that an object has no other properties."""
         added: Schema = {"type": name}
         if name == "object" and not is_open(flats):
-            names = [name for flat in flats for name in (*flat.get("properties", ()), *flat.get("required", ()))]
-            added |= {"properties": dict.fromkeys(names, True), "additionalProperties": False}
-            added["patternProperties"] = {
-                pattern: True for flat in flats for pattern in flat.get("patternProperties", ())
-            }
+            added |= _named(flats, "properties", "required") | {"additionalProperties": False}
         self._kept.append(added)
         return added
 
@@ -338,6 +329,19 @@ class _Rewriter:
         except NothingError as error:
             self._why = str(error)
             return None
+
+
+def _allows_all(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= _NOTES)
+
+
+def _named(flats: Sequence[Schema], *keywords: str) -> Schema:
+    """Return a schema that names the properties of these keywords and patterns, and says nothing of them."""
+    patterns = names_in(flats, "patternProperties")
+    return {
+        "properties": dict.fromkeys(names_in(flats, *keywords), True),
+        "patternProperties": dict.fromkeys(patterns, True),
+    }
 
 
 def _check_value(holder: Schema, value: Any) -> None:

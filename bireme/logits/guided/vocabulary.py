@@ -12,7 +12,7 @@ and each would become three replacement characters in the answer. Hence the half
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ View = Literal["plain", "json", "marked"]
 
 MAX_BLANK_BYTES = 2
 _CONTROL = frozenset(range(32)) - {10, 13}  # line breaks are layout, and xgrammar keeps them out of strings
-_LEAD, _SECOND = 0xED, range(0xA0, 0xC0)  # a surrogate's first two bytes
+_LEAD, _SECOND = b"\xed", {bytes([byte]) for byte in range(0xA0, 0xC0)}  # a surrogate's first two bytes
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
@@ -41,9 +41,9 @@ class TokenTable:
     def view(self, name: View, stop_ids: Iterable[int]) -> list[bytes]:
         """Return the table with the hidden tokens empty."""
         hidden = set(stop_ids) if name == "marked" else {*self.special_ids, *stop_ids}
-        hidden |= {at for at, token in enumerate(self.tokens) if _SURROGATE.search(token)}
+        hidden.update(_where(self.tokens, _SURROGATE.search))
         if name == "json":
-            hidden |= {at for at, token in enumerate(self.tokens) if any(byte in _CONTROL for byte in token)}
+            hidden.update(_where(self.tokens, lambda token: not _CONTROL.isdisjoint(token)))
         shown = [b"" if at in hidden else token for at, token in enumerate(self.tokens[: self.vocab_size])]
         return shown + [b""] * (self.vocab_size - len(shown))
 
@@ -56,14 +56,16 @@ def make_table(
 ) -> TokenTable:
     """Build it from text.vocabulary's columns: complete texts, and bytes where a token holds parts of characters."""
     tokens = tuple(parts[at] if text is None else text.encode() for at, text in enumerate(texts))
-    blank_ids = frozenset(
-        at for at, token in enumerate(tokens[:vocab_size]) if token.isspace() and len(token) <= MAX_BLANK_BYTES
-    )
     heads = tokens[:vocab_size]
-    half_ids = frozenset(at for at, token in enumerate(heads) if token.endswith(bytes([_LEAD])))
-    others = [at for at, token in enumerate(heads) if token and token[0] in _SECOND]
+    blank_ids = frozenset(_where(heads, lambda token: token.isspace() and len(token) <= MAX_BLANK_BYTES))
+    half_ids = frozenset(_where(heads, lambda token: token.endswith(_LEAD)))
+    others = _where(heads, lambda token: token[:1] in _SECOND)
     other_half_mask = mask_of(others, vocab_size) if half_ids and others else None
     return TokenTable(tokens, frozenset(special_ids), vocab_size, blank_ids, half_ids, other_half_mask)
+
+
+def _where(tokens: Sequence[bytes], holds: Callable[[bytes], object]) -> list[int]:
+    return [at for at, token in enumerate(tokens) if holds(token)]
 
 
 def mask_of(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
