@@ -69,30 +69,9 @@ class Row:
     """One sequence: its parameters in the sampler's form, and its history where one is needed."""
 
     __slots__ = (
-        "_banned_always",
-        "_banned_sequences",
-        "_is_edited",
-        "_min_tokens",
-        "_stop_ids",
-        "bias_ids",
-        "bias_values",
-        "counts",
-        "frequency",
-        "guidance",
-        "history",
-        "is_plain",
-        "is_simple",
-        "mark",
-        "min_p",
-        "num_output",
-        "num_top",
-        "presence",
-        "processors",
-        "repetition",
-        "seed",
-        "temperature",
-        "top_k",
-        "top_p",
+        *("_banned_always", "_banned_sequences", "_is_edited", "_min_tokens", "_stop_ids", "bias_ids", "bias_values"),
+        *("counts", "frequency", "guidance", "history", "is_plain", "is_simple", "mark", "min_p", "num_output"),
+        *("num_top", "presence", "processors", "repetition", "seed", "temperature", "top_k", "top_p"),
     )
 
     def __init__(
@@ -108,16 +87,10 @@ class Row:
     ) -> None:
         """`guidance` has taken `output_ids` already. `mark`: is held while `processors` work."""
         self.mark = mark
-        self.temperature = temperature_of(params)
-        self.top_k = min(params.top_k or 0, vocab_size)
-        self.top_p = 1.0 if params.top_p is None else params.top_p
-        self.min_p = params.min_p or 0.0
-        if params.seed is None and self.temperature:
-            raise RequestError("seed is unset; whoever lets a request in draws one, so that it can be resumed exactly")
-        self.seed = params.seed or 0
         self.num_top = params.logprobs  # None: no log probabilities; k: the k likeliest beside the chosen token
         self.num_output = 0
         self.processors = tuple(processors)
+        self._take_filters(params, vocab_size)
         self._take_penalties(params, prompt_ids, vocab_size)
         self._take_bans(params, eos_ids)
         wants_history = self._banned_sequences or self.processors
@@ -130,6 +103,15 @@ class Row:
             self.append(token)
         self.guidance = guidance
         self._set_kind()
+
+    def _take_filters(self, params: SamplingParams, vocab_size: int) -> None:
+        self.temperature = temperature_of(params)
+        self.top_k = min(params.top_k or 0, vocab_size)
+        self.top_p = 1.0 if params.top_p is None else params.top_p
+        self.min_p = params.min_p or 0.0
+        if params.seed is None and self.temperature:
+            raise RequestError("seed is unset; whoever lets a request in draws one, so that it can be resumed exactly")
+        self.seed = params.seed or 0
 
     def _set_kind(self) -> None:
         is_edited = self._is_edited or (self.guidance is not None and not self.guidance.is_free)

@@ -125,14 +125,7 @@ class Sampler(Generic[Key]):
         if len(plain) < len(rows):
             worked = [at for at, row in enumerate(rows) if not row.is_plain]
             self._process(logits[worked].float(), [rows[at] for at in worked], worked, tokens, errors)
-        for at, token in enumerate(tokens):
-            if token == NO_TOKEN:
-                errors.setdefault(at, _why_unusable(rows[at], logits[at]))
-                continue
-            try:
-                rows[at].append(token)
-            except BiremeError as error:
-                errors[at], tokens[at] = error, NO_TOKEN
+        _append(logits, rows, tokens, errors)
         return Sampled(tokens, _logprobs(logits, rows, tokens), errors)
 
     def prompt_logprobs(self, logits: torch.Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
@@ -181,8 +174,8 @@ class Sampler(Generic[Key]):
             apply(work, bitmask, guided)
         self._argmax(work, at, tokens)
         drawn = [i for i, row in enumerate(rows) if row.temperature and tokens[at[i]] != NO_TOKEN]
-        for i, token in zip(drawn, self._draw(work, drawn, rows), strict=True):
-            tokens[at[i]] = token
+        if drawn:
+            self._draw(work, drawn, rows, at, tokens)
 
     def _run_processors(self, row: Row, logits_V: torch.Tensor) -> None:
         """Raises BiremeError for what a processor raised, RequestError where they take too long."""
@@ -222,36 +215,38 @@ class Sampler(Generic[Key]):
         if biased:
             places = self._places([(i, row.bias_ids) for i, row in biased])
             flat.index_add_(0, places, self._tensor(np.concatenate([row.bias_values for _, row in biased])))
-        penalized = [(i, row) for i, row in enumerate(rows) if row.counts is not None and len(row.counts.ids)]
-        if penalized:
-            self._penalize(flat, penalized)
+        self._penalize(flat, rows)
         banned = [(i, ids) for i, row in enumerate(rows) if len(ids := row.banned())]
         if banned:
             flat.index_fill_(0, self._places(banned), float("-inf"))
 
-    def _penalize(self, flat: torch.Tensor, rows: list[tuple[int, Row]]) -> None:
+    def _penalize(self, flat: torch.Tensor, rows: list[Row]) -> None:
         places, subtract, divide = [], [], []
-        for i, row in rows:
+        for i, row in enumerate(rows):
             counts = row.counts
-            assert counts is not None
+            if counts is None or not len(counts.ids):
+                continue
             places.append((i, counts.ids))
             subtract.append(
                 counts.outputs * np.float32(row.frequency) + (counts.outputs > 0) * np.float32(row.presence)
             )
             divide.append(np.full(len(counts.ids), row.repetition, dtype=np.float32))
+        if not places:
+            return
         where = self._places(places)
         values, factor = flat[where], self._tensor(np.concatenate(divide))
         flat[where] = (values / factor).where(values > 0, values * factor) - self._tensor(np.concatenate(subtract))
 
-    def _draw(self, work: torch.Tensor, drawn: list[int], rows: list[Row]) -> list[int]:
-        """Return a token for each of the rows `drawn`; overwrites their logits."""
-        if not drawn:
-            return []
+    def _draw(self, work: torch.Tensor, drawn: list[int], rows: list[Row], at: list[int], tokens: list[int]) -> None:
+        """Fill in the tokens of the rows `drawn`; overwrites their logits."""
         if self._draw_there is not None:
-            return self._draw_there(_pick(work, drawn), [rows[i] for i in drawn])
-        array = _pick(work, drawn).cpu().numpy()
-        keys = (draw_key(rows[i].seed, rows[i].num_output) for i in drawn)
-        return [filters.draw_row(array[at], rows[i], key) for at, (i, key) in enumerate(zip(drawn, keys, strict=True))]
+            found = self._draw_there(_pick(work, drawn), [rows[i] for i in drawn])
+        else:
+            array = _pick(work, drawn).cpu().numpy()
+            keys = [draw_key(rows[i].seed, rows[i].num_output) for i in drawn]
+            found = [filters.draw_row(array[n], rows[i], keys[n]) for n, i in enumerate(drawn)]
+        for i, token in zip(drawn, found, strict=True):
+            tokens[at[i]] = token
 
     def _places(self, ids: list[tuple[int, Any]]) -> torch.Tensor:
         return self._tensor(np.concatenate([tokens + i * self._vocab_size for i, tokens in ids]))
@@ -265,6 +260,18 @@ class Sampler(Generic[Key]):
 def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Return these rows; all of them without a copy."""
     return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def _append(logits: torch.Tensor, rows: list[Row], tokens: list[int], errors: dict[int, BiremeError]) -> None:
+    """Give each row its token, or say why it has none."""
+    for at, token in enumerate(tokens):
+        if token == NO_TOKEN:
+            errors.setdefault(at, _why_unusable(rows[at], logits[at]))
+            continue
+        try:
+            rows[at].append(token)
+        except BiremeError as error:
+            errors[at], tokens[at] = error, NO_TOKEN
 
 
 def _why_unusable(row: Row, logits_V: torch.Tensor | None = None) -> BiremeError:

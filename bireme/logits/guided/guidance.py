@@ -30,20 +30,8 @@ class Guidance:
     """Belongs to the engine's thread once it is made."""
 
     __slots__ = (
-        "_blank_mask",
-        "_blanks",
-        "_end",
-        "_gap",
-        "_is_half",
-        "_mark",
-        "_matcher",
-        "_max_fill_s",
-        "_stop_ids",
-        "_stop_mask",
-        "_table",
-        "_tail",
-        "is_free",
-        "must_stop",
+        *("_blank_mask", "_blanks", "_end", "_gap", "_is_half", "_mark", "_matcher", "_max_fill_s", "_stop_ids"),
+        *("_stop_mask", "_table", "_tail", "is_free", "must_stop"),
     )
 
     def __init__(
