@@ -1,7 +1,6 @@
-"""Processors applied to logits of another origin: what the logits_processor model computes.
+"""The sampler's processors on logits of another origin: what the logits_processor model computes.
 
-Registry, factories and classes are the sampler's. Nothing is kept between jobs: each row of each job gets new
-processors, which know only the row's history.
+Each row of each job gets new ones, which know only the row's history.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Logits = npt.NDArray[np.float32]
 
 
 class LogitsJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of the model, checked. Arrays travel as their bytes."""
+    """One call of the model, checked. Arrays travel as bytes."""
 
     processors: tuple[ProcessorCall, ...]
     logits: bytes  # float32 (rows, vocab_size)
@@ -41,7 +40,7 @@ class LogitsJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warm_up() -> None:
-    """Import torch and set it up. Raises ConfigError when it is missing."""
+    """Import torch. Raises ConfigError when it is missing."""
     try:
         import torch
     except ImportError as error:

@@ -1,16 +1,14 @@
 """The logits processor protocol: Dynamo's `BaseLogitsProcessor`, plus a context at creation.
 
-A processor belongs to one sequence and may keep state. A factory `factory(context, **arguments)` makes it, then it is
-called once a step:
+A factory `factory(context, **arguments)` makes one for each sequence. It may keep state, and is called once a step:
 
     processor(token_ids, logits)    # token_ids: prompt and generated tokens so far, do not change it
                                     # logits: float32 tensor (vocab,), to be changed in place
 
-What it raises ends that request with INTERNAL, and no other. After a migration it is made again and sees the resumed
-tokens in `token_ids`: other state is lost.
+What it raises ends that request alone, with INTERNAL. After a migration it is made again, with the resumed tokens.
 
-A factory whose processors do not read `token_ids` says `reads_token_ids = False`: an engine that begins a step before
-it knows the last token can run only those (TensorRT-LLM's overlap scheduler).
+`reads_token_ids = False` on a factory: an engine that begins a step before it knows the last token can run its
+processors (TensorRT-LLM's overlap scheduler).
 """
 
 from __future__ import annotations

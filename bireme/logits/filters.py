@@ -1,13 +1,11 @@
 """Temperature, top-k, top-p and min-p as one threshold a row, and the draw, on a CPU.
 
-Each filter keeps the tokens at or above some value, so together they keep those above the largest. Exact ties (frequent
-in bf16) are kept or dropped together: the outcome does not depend on the order of a sort, hence not on device or batch.
-Order and meaning are transformers': temperature, top-k, top-p among the survivors, then min-p.
+Each filter keeps the tokens at or above some value, exact ties (frequent in bf16) together, so device and batch change
+nothing. Order and meaning are transformers': temperature, top-k, top-p among the survivors, then min-p.
 
-The draw takes the largest of scaled logit + noise of those kept, with the noise of `random.py`: of two equal ones the
-first. Logits are scaled as (logit - largest) * (1 / temperature) in float32. It stays in cache, sorts only the
-likeliest tokens while they suffice, and looks into the few blocks of ids that can hold the winner. On a GPU a kernel
-does the same (engines/torch/kernels/draw.py): the tokens are equal, except for numbers on a rounding error between two.
+The draw takes the largest of scaled logit + noise (`random.py`), of two equal ones the first. Logits are scaled as
+(logit - largest) * (1 / temperature) in float32. The GPU's kernel (engines/torch/kernels/draw.py) draws the same
+tokens, except for numbers on a rounding error between two.
 
 Suffixes: R rows, V vocabulary, B blocks.
 """
@@ -52,7 +50,7 @@ def draw_row(logits_V: Logits, row: Row, key: Key) -> int:
     bounds_B[largest_B < threshold] = -np.inf
 
     def best_from(bound: float) -> tuple[float, int]:
-        """Return the best score and its id among those that may reach this one, and a few more."""
+        """Return the best score and its id among those that may reach this one."""
         blocks = np.flatnonzero(bounds_B >= bound)
         cuts = (np.float32(bound - _MARGIN) - noise_B[blocks]) / scale + largest
         values = _rows_of(logits_V, blocks)
@@ -71,7 +69,7 @@ def draw_row(logits_V: Logits, row: Row, key: Key) -> int:
 
 
 def _rows_of(logits_V: Logits, blocks: npt.NDArray[np.int64]) -> Logits:
-    """Return the logits of these blocks, in a row for each; past the vocabulary minus infinity."""
+    """Return these blocks' logits, (blocks, BLOCK); past the vocabulary minus infinity."""
     num_whole = logits_V.size // BLOCK
     whole = logits_V[: num_whole * BLOCK].reshape(-1, BLOCK)
     if not blocks.size or blocks[-1] < num_whole:
@@ -87,7 +85,7 @@ def _blocks(size: int) -> Words:
 
 
 def nucleus_of_row(scaled_V: Logits, top_k: int, top_p: float) -> float:
-    """Return the smallest value of the nucleus among the top k; k is the vocabulary's size when off."""
+    """Return the smallest value of the nucleus among the top k; the vocabulary's size turns k off."""
     is_limited = top_k < scaled_V.size
     total = 0.0 if is_limited else float(np.exp(scaled_V).sum(dtype=np.float64))
     for least in _DEPTHS:
@@ -107,7 +105,7 @@ def nucleus_of_row(scaled_V: Logits, top_k: int, top_p: float) -> float:
 
 
 def nucleus_of_batch(scaled_RV: torch.Tensor, top_k_R1: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """Return the smallest value of each row's nucleus among its top k, (rows, 1); from one sort of all rows.
+    """Return the smallest value of each row's nucleus among its top k, (rows, 1).
 
     top_p >= 1 keeps every token of the top k, also those of probability 0 in float32.
     """

@@ -15,7 +15,7 @@ _ROWS_AT_ONCE = 64  # of a long prompt: bounds the float32 copy
 
 
 def token_logprobs(logits_RV: torch.Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Return for each row its token first, with its rank among all, then the k likeliest, best first."""
+    """Return for each row its token with its rank, then the k likeliest, best first."""
     found: list[TokenLogprobs] = []
     for at in range(0, len(tokens), _ROWS_AT_ONCE):
         found += _block(logits_RV[at : at + _ROWS_AT_ONCE], tokens[at : at + _ROWS_AT_ONCE], k)

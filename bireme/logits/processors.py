@@ -1,7 +1,7 @@
-"""Bireme's own logits processors, one class each: what every sampling parameter means, in its plainest form.
+"""Bireme's own logits processors: what every sampling parameter means, in its plainest form.
 
-A request may name them in `logits_processors`, and the `logits_processor` model serves them. For sampling parameters
-the sampler does the same for all rows at once; tests hold both equal to each other and to transformers' classes.
+Requests name them in `logits_processors`. For sampling parameters the sampler does the same for all rows at once; tests
+hold both equal to each other and to transformers' classes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _MINUS_INFINITY = float("-inf")
 
 
 class Temperature:
-    """Divides; below 1 sharpens."""
-
     reads_token_ids = False
 
     def __init__(self, context: ProcessorContext, /, temperature: float) -> None:
@@ -47,7 +45,7 @@ class RepetitionPenalty:
 
 
 class PresencePenalty:
-    """Subtracts once from every token generated so far."""
+    """Subtracts once from every token generated."""
 
     def __init__(self, context: ProcessorContext, /, penalty: float) -> None:
         self._num_prompt = context.num_prompt_tokens
@@ -58,7 +56,7 @@ class PresencePenalty:
 
 
 class FrequencyPenalty:
-    """Subtracts from every token generated so far, once for each time."""
+    """Subtracts from every token generated, for each time."""
 
     def __init__(self, context: ProcessorContext, /, penalty: float) -> None:
         self._num_prompt = context.num_prompt_tokens
@@ -71,8 +69,6 @@ class FrequencyPenalty:
 
 
 class LogitBias:
-    """Adds a value to each of the given tokens."""
-
     reads_token_ids = False
 
     def __init__(self, context: ProcessorContext, /, bias: Mapping[int | str, float]) -> None:
@@ -86,7 +82,7 @@ class LogitBias:
 
 
 class BadWords:
-    """Masks the last token of each sequence whose other tokens have just come."""
+    """Masks the last token of sequences whose others have just come."""
 
     def __init__(self, context: ProcessorContext, /, sequences: Sequence[Sequence[int]]) -> None:
         self._sequences = [_token_ids("sequences", ids, context) for ids in sequences]
@@ -111,7 +107,7 @@ class MinTokens:
 
 
 class TopK:
-    """Keeps the k likeliest; ties with the last one are kept too."""
+    """Keeps the k likeliest, and ties with the last."""
 
     reads_token_ids = False
 
@@ -123,7 +119,7 @@ class TopK:
 
 
 class TopP:
-    """Keeps the likeliest tokens whose probabilities just reach p; ties with the last one are kept too."""
+    """Keeps the likeliest tokens whose probabilities just reach p, and ties with the last."""
 
     reads_token_ids = False
 
@@ -152,7 +148,7 @@ class MinP:
 
 
 class AllowedTokens:
-    """Masks everything but the given tokens: classification, multiple choice."""
+    """Masks everything else: classification, multiple choice."""
 
     reads_token_ids = False
 
@@ -169,7 +165,7 @@ class AllowedTokens:
 
 
 class ForcedSequence:
-    """Forces the given tokens one after the other, then the end of the sequence: a smoke test of the hook."""
+    """Forces tokens one after the other, then the end: a smoke test of the hook."""
 
     def __init__(self, context: ProcessorContext, /, token_ids: Sequence[int]) -> None:
         if not context.eos_ids:
@@ -202,7 +198,7 @@ BUILT_IN: dict[str, ProcessorFactory] = {
 def _number(
     name: str, value: object, *, above: float | None = None, least: float | None = None, most: float | None = None
 ) -> float:
-    """Return a finite number within its limits. Raises RequestError with value and limit."""
+    """Return a finite number within its limits. Raises RequestError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RequestError(f"{name}: {value!r}; a finite number is needed")
     if above is not None and value <= above:
@@ -215,7 +211,6 @@ def _number(
 
 
 def _token(text: object) -> object:
-    """JSON has only strings as keys."""
     return int(text) if isinstance(text, str) and text.isdecimal() else text
 
 
@@ -235,7 +230,6 @@ def _ends_with(token_ids: Sequence[int], ending: Sequence[int]) -> bool:
 
 
 def _index(ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """Return ids as an index tensor beside `logits`."""
     import torch
 
     return torch.tensor(ids, dtype=torch.int64, device=logits.device)

@@ -1,24 +1,21 @@
 """The noise of draws: a number for each token id that depends on (seed, position, token id) alone.
 
-A stream's n-th token is the one with the largest scaled logit + Gumbel noise (`filters.py`). The noise is the same in
-any batch, on any engine, of any device, so a migrated or preempted stream goes on exactly, and rounding of logits
-changes a draw only where two tokens are about as large. Gumbel noise is -log(E) of a number E of the exponential
-distribution. E is made so that most ids never need it: 256 ids in a row are a block, and
+A stream's n-th token has the largest scaled logit + Gumbel noise (`filters.py`), in any batch, engine and device. The
+noise is -log(E) of an exponential number E. Most ids never need it: 256 ids in a row are a block, and
 
     least(block)  = exponential(word(2^31 | block)) / 256           the smallest E of the block's ids
     member(block) = word(3 * 2^30 | block) >> 24                    whose E that is, by its place in the block
     E(id)         = least, of the member; of others least + exponential(word(id))
 
-which are independent numbers of the exponential distribution, since that has no memory. So a block whose largest
-logit - log(least) is below a score that was found elsewhere holds no winner, and one number has told that of 256 ids.
+are independent exponential numbers, since that distribution has no memory. A block whose largest logit - log(least) is
+below a score that was found elsewhere holds no winner.
 
     word(n)        = 32 bits: `mix` of n and the draw's key, the first two words of Philox4x32-10 at counter (position)
                      under the key (seed)
     exponential(w) = -log(1 - v) for v = (w + 1/2) / 2^32, in float32; of v below 2^-12, v + v * v / 2
 
-Philox is the counter-based generator of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
-(SC 2011), ten rounds as there and in CUDA. The kernel of draws on a GPU (engines/torch/kernels/draw.py) computes the
-same numbers. Suffix: B blocks.
+Philox: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), ten rounds as there and
+in CUDA. The GPU's kernel (engines/torch/kernels/draw.py) computes the same numbers. Suffix: B blocks.
 """
 
 from __future__ import annotations
@@ -53,13 +50,11 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
 
 
 def draw_key(seed: int, position: int) -> Key:
-    """Return what the words of one draw depend on."""
     first, second, _, _ = philox((position & _MASK, position >> 32, 0, 0), (seed & _MASK, seed >> 32))
     return first, second
 
 
 def mix(numbers: Words, key: Key) -> Words:
-    """Return a random word for each of these numbers."""
     words = numbers + np.uint32(key[0])
     words ^= words >> np.uint32(16)
     words *= np.uint32(0x7FEB352D)
@@ -71,7 +66,7 @@ def mix(numbers: Words, key: Key) -> Words:
 
 
 def exponentials(words: Words) -> Floats:
-    """Return a number of the exponential distribution for each word; 0 of none."""
+    """Return an exponential number for each word; 0 of none."""
     shares = words.astype(np.float32)
     shares += np.float32(0.5)
     shares *= np.float32(2.0**-32)
@@ -80,7 +75,6 @@ def exponentials(words: Words) -> Floats:
 
 
 def least_of_blocks(key: Key, blocks_B: Words) -> Floats:
-    """Return the smallest E of each block's ids."""
     return exponentials(mix(blocks_B | _LEAST, key)) / np.float32(BLOCK)
 
 

@@ -1,7 +1,6 @@
 """Logits processors by name: bireme's own, those registered in code, and those of installed packages.
 
-A package offers one by an entry point of the group `bireme.logits_processors` (name -> factory, see base.py). Bireme's
-own names can't be taken.
+A package offers one by an entry point of the group `bireme.logits_processors` (name -> factory, see base.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _entry_points: dict[str, importlib.metadata.EntryPoint] | None = None
 
 
 def register(name: str, factory: ProcessorFactory) -> None:
-    """Offer a processor to requests of this process. Raises ConfigError when the name is taken."""
+    """Raises ConfigError when the name is taken."""
     if name in BUILT_IN or name in _registered:
         raise ConfigError(f"logits processor {name} exists already; choose another name")
     _registered[name] = factory
@@ -40,12 +39,12 @@ def known() -> list[str]:
 
 
 def reads_token_ids(name: str) -> bool:
-    """Whether a processor reads the tokens so far (default: it does). Raises RequestError for an unknown one."""
+    """Whether it reads the tokens so far (default: it does). Raises RequestError for an unknown one."""
     return bool(getattr(_factory(name), "reads_token_ids", True))
 
 
 def create(calls: Sequence[ProcessorCall], context: ProcessorContext) -> list[BaseLogitsProcessor]:
-    """Make the processors of one sequence, in order. Raises RequestError naming processor and argument."""
+    """Make one sequence's processors. Raises RequestError naming processor and argument."""
     return [_create(call, context) for call in calls]
 
 

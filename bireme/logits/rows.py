@@ -1,7 +1,6 @@
-"""What the sampler keeps of one sequence between steps, in numpy and Python, without tensors.
+"""What the sampler keeps of one sequence between steps, without tensors.
 
-Penalties, bias and bans change few logits, so they are kept as token ids and values: a row costs what it uses, not the
-size of the vocabulary.
+Penalties, bias and bans are kept as token ids and values: a row costs what it uses, not the vocabulary's size.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class TokenCounts:
         return self._outputs[: self._size]
 
     def see(self, tokens: Iterable[int]) -> None:
-        """Count prompt tokens. Placeholders of media lie outside the vocabulary and are skipped."""
+        """Count prompt tokens, without placeholders of media."""
         for token in set(tokens):
             if 0 <= token < self._vocab_size:
                 self._slot(token)
@@ -66,7 +65,7 @@ class TokenCounts:
 
 
 class Row:
-    """One sequence: its parameters in the sampler's form, and its history where one is needed."""
+    """One sequence: its parameters in the sampler's form, and history where one is needed."""
 
     __slots__ = (
         *("_banned_always", "_banned_sequences", "_is_edited", "_min_tokens", "_stop_ids", "bias_ids", "bias_values"),
@@ -85,7 +84,7 @@ class Row:
         guidance: Guidance | None = None,
         mark: AbstractContextManager[None] = NO_MARK,
     ) -> None:
-        """`guidance` has taken `output_ids` already. `mark`: is held while `processors` work."""
+        """`guidance` has taken `output_ids` already. `mark`: held while `processors` work."""
         self.mark = mark
         self.num_top = params.logprobs  # None: no log probabilities; k: the k likeliest beside the chosen token
         self.num_output = 0
@@ -139,7 +138,6 @@ class Row:
         self._stop_ids: Ids = np.array([*eos_ids, *params.stop_token_ids], dtype=np.int64)
 
     def banned(self) -> Ids:
-        """Return the token ids that may not come next."""
         parts = [self._banned_always]
         if self.num_output < self._min_tokens and not (self.guidance and self.guidance.must_stop):
             parts.append(self._stop_ids)
@@ -150,7 +148,7 @@ class Row:
         return np.concatenate(parts)
 
     def append(self, token: int) -> None:
-        """Add a generated token to the history. Raises RequestError when the guide does not allow it."""
+        """Raises RequestError when the guide does not allow it."""
         if self.guidance is not None:
             self.guidance.accept(token)
             self._set_kind()

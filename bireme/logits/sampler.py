@@ -1,14 +1,11 @@
-"""Chooses the next token of every row of a step. One Sampler belongs to one engine thread.
+"""Chooses the next token of every row of a step.
 
-The order is: logit bias; repetition, frequency and presence penalty; bad words and, until min_tokens, stop ids masked;
-the request's own processors; its guide's mask; temperature; top-k; top-p; min-p; draw. A complete guide ends the
-answer, even before min_tokens. Log probabilities are the model's own, before all of that, as in OpenAI's API and vLLM's
-default.
+In order: logit bias; repetition, frequency and presence penalty; bad words and, until min_tokens, stop ids masked; the
+request's own processors; its guide's mask; temperature; top-k; top-p; min-p; draw. A complete guide ends the answer,
+even before min_tokens. Log probabilities are the model's own, before all of that (OpenAI's API, vLLM's default).
 
-Repetition counts prompt and output, presence and frequency count output alone (vLLM, TensorRT-LLM). Bad words are
-matched over prompt and output (transformers). A row's result depends on its own logits, history, seed and position,
-never on the rest of the batch. A row with unusable logits (NaN, or all masked), or whose processors fail or take too
-much CPU time, is reported in `Sampled.errors`, and the others go on.
+Repetition counts prompt and output, presence and frequency output alone (vLLM, TensorRT-LLM). Bad words are matched
+over both (transformers). A row's result never depends on the batch, and its failure ends no other.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ NO_TOKEN = -1  # in place of the token of a failed row
 
 @dataclass(slots=True)
 class Sampled:
-    """One entry a row, in the order of the rows."""
+    """One entry a row."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -52,7 +49,7 @@ class Sampled:
 
 
 class Sampler(Generic[Key]):
-    """All sequences of an engine, by the engine's own keys."""
+    """All sequences of an engine, by the engine's own keys, on its thread."""
 
     def __init__(
         self,
@@ -62,10 +59,9 @@ class Sampler(Generic[Key]):
         draw: DrawRows | None = None,
         mark: Callable[[Key], AbstractContextManager[None]] = lambda key: NO_MARK,
     ) -> None:
-        """`max_processor_s`: CPU time that a row's own processors may take for one token.
+        """`max_processor_s`: CPU time of a row's own processors for one token. `mark`: held while they work.
 
-        `draw`: of rows on the device, as `filters.draw_row` does; None: they are copied to the CPU for it. `mark`:
-        returns what is held while a sequence's processors work.
+        `draw`: of rows on the device, as `filters.draw_row`; None: they are copied to the CPU.
         """
         self._mark = mark
         self._vocab_size = vocab_size
@@ -90,7 +86,7 @@ class Sampler(Generic[Key]):
     ) -> None:
         """Start a sequence, or restart it after a preemption. Raises RequestError as `check` does.
 
-        The ids in `params` are of the vocabulary. `guidance` has taken `output_ids` already, and is the sampler's now.
+        Ids in `params` are of the vocabulary. `guidance` has taken `output_ids`, and is the sampler's now.
         """
         mark, processors = NO_MARK, list[BaseLogitsProcessor]()
         if params.logits_processors:
@@ -99,7 +95,6 @@ class Sampler(Generic[Key]):
         self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors, guidance, mark)
 
     def remove(self, key: Key) -> None:
-        """Forget a sequence; unknown ones are ignored."""
         self._rows.pop(key, None)
 
     def row(self, key: Key) -> Row:
@@ -141,7 +136,7 @@ class Sampler(Generic[Key]):
         return create(params.logits_processors, context)
 
     def _argmax(self, logits: torch.Tensor, at: list[int], tokens: list[int]) -> None:
-        """Fill in the greedy tokens of rows without processing; unusable rows stay NO_TOKEN."""
+        """Fill in greedy tokens; unusable rows stay NO_TOKEN."""
         if self._is_cpu:
             # torch's argmax is single-threaded scalar code on CPU, several times slower than numpy's in fp32
             array = logits.float().numpy()
@@ -158,7 +153,7 @@ class Sampler(Generic[Key]):
     def _process(
         self, work: torch.Tensor, rows: list[Row], at: list[int], tokens: list[int], errors: dict[int, BiremeError]
     ) -> None:
-        """Edit the float32 copy `work` (rows, vocab) in place and choose from it."""
+        """Edit the float32 copy `work` (rows, vocab) and choose from it."""
         guided = [index for index, row in enumerate(rows) if row.guidance is not None and not row.guidance.is_free]
         bitmask = self._fill(guided, rows, at, errors)  # first: a complete guide overrides min_tokens
         self._edit(work, rows)
@@ -178,7 +173,6 @@ class Sampler(Generic[Key]):
             self._draw(work, drawn, rows, at, tokens)
 
     def _run_processors(self, row: Row, logits_V: torch.Tensor) -> None:
-        """Raises BiremeError for what a processor raised, RequestError where they take too long."""
         began = time.thread_time()
         for processor in row.processors:
             try:
@@ -193,7 +187,6 @@ class Sampler(Generic[Key]):
                 )
 
     def _fill(self, guided: list[int], rows: list[Row], at: list[int], errors: dict[int, BiremeError]) -> Bitmask:
-        """Return what the guides of these rows allow; a row whose guide fails is removed with its error."""
         bitmask = allocate(len(guided), self._vocab_size)
         for position, index in enumerate(guided):
             guidance = rows[index].guidance
@@ -209,7 +202,7 @@ class Sampler(Generic[Key]):
         return bitmask
 
     def _edit(self, work: torch.Tensor, rows: list[Row]) -> None:
-        """Apply bias, penalties and bans: few places a row, gathered from all rows and changed in three steps."""
+        """Apply bias, penalties and bans, in three steps for all rows."""
         flat = work.view(-1)
         biased = [(i, row) for i, row in enumerate(rows) if len(row.bias_ids)]
         if biased:
@@ -238,7 +231,6 @@ class Sampler(Generic[Key]):
         flat[where] = (values / factor).where(values > 0, values * factor) - self._tensor(np.concatenate(subtract))
 
     def _draw(self, work: torch.Tensor, drawn: list[int], rows: list[Row], at: list[int], tokens: list[int]) -> None:
-        """Fill in the tokens of the rows `drawn`; overwrites their logits."""
         if self._draw_there is not None:
             found = self._draw_there(_pick(work, drawn), [rows[i] for i in drawn])
         else:
@@ -258,12 +250,10 @@ class Sampler(Generic[Key]):
 
 
 def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return these rows; all of them without a copy."""
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
 def _append(logits: torch.Tensor, rows: list[Row], tokens: list[int], errors: dict[int, BiremeError]) -> None:
-    """Give each row its token, or say why it has none."""
     for at, token in enumerate(tokens):
         if token == NO_TOKEN:
             errors.setdefault(at, _why_unusable(rows[at], logits[at]))

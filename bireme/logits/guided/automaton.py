@@ -1,8 +1,7 @@
 """One plain pattern for what several say at once: patterns with lookaheads, formats beside them, lengths.
 
-A pattern becomes an expression of the texts that it is found in, with intersection and complement for lookaheads. Its
-derivatives (what may follow a character) are the states of an automaton, and eliminating these gives a pattern that
-xgrammar's grammars can match as a whole.
+A pattern becomes an expression of the texts that it is found in. Its derivatives (what may follow a character) are the
+states of an automaton; eliminating these gives the pattern.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _TOO_MUCH = "what it allows is too much to be written out"
 
 
 def joint_pattern(patterns: Iterable[str], shortest: int = 0, longest: int | None = None) -> str | None:
-    """Return what the whole of a text matches that all of these are found in; None: there is no such text.
+    """Return what the whole of a text matches that all of these are found in; None: no text is.
 
-    Without what JSON text must escape. Raises ValueError where it can't be said, or is too long.
+    Raises ValueError where it can't be said, or is too long.
     """
     texts = _Texts()
     try:
@@ -57,7 +56,7 @@ class _Node:
 
 
 class _Texts:
-    """Makes expressions, so that equal languages mostly have the same: the automaton has few states then."""
+    """Makes expressions; equal languages mostly have the same, so states are few."""
 
     def __init__(self) -> None:
         self._nodes: dict[Any, _Node] = {}
@@ -111,7 +110,6 @@ class _Texts:
         return self._node("loop", (node, low, high), not low or node.is_nullable)
 
     def after(self, node: _Node, code: int) -> _Node:
-        """Return what may follow this character in the texts."""
         if (found := self._after.get((node, code))) is None:
             found = self._after[node, code] = self._derivative(node, code)
         return found
@@ -135,12 +133,11 @@ class _Texts:
     # Of a pattern as `re` reads it
 
     def with_found(self, tree: Any) -> _Node:
-        """Return the texts in which the pattern is found anywhere."""
         later = self.cat(self.loop(self.one, 1, math.inf), self._then(list(tree), self.all, is_begin=False))
         return self.any_of([self._then(list(tree), self.all, is_begin=True), later])
 
     def _then(self, items: Sequence[Any], rest: _Node, is_begin: bool | None) -> _Node:
-        """Return the texts of these items and then of `rest`, which is all that may follow to the end.
+        """Return the texts of these items and then of `rest`.
 
         `is_begin`: whether the whole text begins here; None: sometimes.
         """
@@ -161,7 +158,6 @@ class _Texts:
         return self._where(code, value, follow, is_begin)
 
     def _where(self, code: Any, value: Any, follow: _Node, is_begin: bool | None) -> _Node:
-        """Return what of `follow` an anchor or a lookahead leaves."""
         if code in (op.ASSERT, op.ASSERT_NOT) and value[0] > 0:
             ahead = self._then(list(value[1]), self.all, is_begin)
             return self.all_of([ahead if code is op.ASSERT else self.without(ahead), follow])
@@ -184,7 +180,7 @@ class _Texts:
 
 
 def _is_still_begin(item: Any, is_begin: bool | None) -> bool | None:
-    """Whether behind this item the whole text may still begin; None: sometimes."""
+    """Whether the whole text may begin behind this item; None: sometimes."""
     try:
         low, high = width_of(item)
     except IndexError:
@@ -202,7 +198,6 @@ def _flat(kind: str, parts: Iterable[_Node]) -> set[_Node]:
 
 
 def _is_plain(items: Iterable[Any]) -> bool:
-    """Whether what it matches depends on nothing around it."""
     for code, value in items:
         inner = value[1] if code is op.BRANCH else [value[3]] if code is op.SUBPATTERN else ()
         inner = [value[2]] if code in (op.MAX_REPEAT, op.MIN_REPEAT) else inner
@@ -244,7 +239,7 @@ class _Automaton:
         self._ends = {at for at, one in enumerate(nodes) if one.is_nullable}
 
     def pattern(self) -> str | None:
-        """Return a pattern of the texts that lead from the first state to an end."""
+        """Return a pattern of what leads to an end; None: nothing does."""
         living = self._living()
         if 0 not in living:
             return None
@@ -258,7 +253,6 @@ class _Automaton:
         return _eliminated(edges, begin, end)
 
     def _living(self) -> set[int]:
-        """Return the states that lead to an end."""
         living = set(self._ends)
         while more := {at for at, ways in enumerate(self._ways) if at not in living and not living.isdisjoint(ways)}:
             living |= more
@@ -278,7 +272,6 @@ class _Automaton:
             group = finer
 
     def _sorted(self, state: int, group: dict[int, int]) -> dict[int, Ranges]:
-        """Return a state's ranges by the group that they lead to."""
         found: dict[int, Ranges] = {}
         for target, ranges in self._ways[state].items():
             if target in group:
@@ -287,7 +280,6 @@ class _Automaton:
 
 
 def _eliminated(edges: dict[int, dict[int, str]], begin: int, end: int) -> str:
-    """Take one state after the other out; what is left between `begin` and `end` is the pattern."""
     sources: dict[int, set[int]] = {}
     for state, ways in edges.items():
         for target in ways:
@@ -318,7 +310,6 @@ def _either(one: str | None, other: str) -> str:
 
 
 def _cuts(node: _Node) -> Iterator[int]:
-    """Yield where characters begin to differ."""
     waiting, seen = [node], set[_Node]()
     while waiting:
         one = waiting.pop()

@@ -30,7 +30,7 @@ class CompileClient:
         self._is_closed = False
 
     def compile(self, request: dict[str, Any], info: str, seconds: float, max_bytes: int) -> bytes:
-        """Return the compiled grammar's JSON. Raises RequestError when it can't be had within the limits."""
+        """Return the grammar's JSON. Raises RequestError when it can't be had within the limits."""
         process = self._running()
         view = request["view"]
         text = json.dumps({**request, "seconds": seconds, "info": None if view in self._views else info})
@@ -57,13 +57,13 @@ class CompileClient:
         return answer[1:]
 
     def kill(self) -> None:
-        """End the process and its current question; no other is started."""
+        """End process and question; no other is started."""
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """End the process and close its pipes; by the owner."""
+        """The owner's `kill`: closes the pipes too."""
         self.kill()
         self._end()
 

@@ -1,13 +1,11 @@
-"""The process that compiles grammars: `python -m bireme.logits.guided.compile_process`, started by compiler.py.
+"""The process that compiles grammars, started by compile_client.py.
 
-A grammar comes from a client, and compiling it is native code that may never end, take all memory or overflow its
-stack. Here that costs only a process, which its parent replaces. Frames, both ways: u32 length, then
+Native code that never ends, takes all memory or overflows its stack costs only a process. Frames, both ways: u32
+length, then
     in    JSON {"seconds": limit, "view": name, "info": its tokenizer info or null, "kind", "text", "any_whitespace"}
     out   one byte, `+` or `-`, then the compiled grammar as JSON, or the reason why there is none
-An alarm ends the process a little after the limit, also when its parent is gone.
-
-torch and transformers stay out: xgrammar needs them only for masks and tokenizers, and the process starts in a fraction
-of the time and memory.
+An alarm ends the process a little after the limit, also when its parent is gone. torch and transformers stay out: a
+start takes a fraction of the time and memory.
 """
 
 from __future__ import annotations
@@ -52,8 +50,6 @@ def main() -> int:
 
 
 class Compiler:
-    """Holds the vocabularies that it has received."""
-
     def __init__(self) -> None:
         self._views: dict[str, Any] = {}
 
@@ -106,7 +102,7 @@ def rewrite(schema: Any, is_loose: bool = False, has_tags: bool = False) -> dict
 
 
 def rewrite_tag(tag: Any, any_whitespace: bool) -> Any:
-    """Rewrite a tag's schemas; its JSON has one white space character between its parts, unless the tag says else."""
+    """Rewrite a tag's schemas; unless it says else, one white space character parts their JSON."""
     found = [tag]
     while found:
         node = found.pop()
@@ -136,7 +132,7 @@ def explain(error: Exception) -> str:
 
 
 def import_lightly() -> None:
-    """Import xgrammar's compiler without the package's own __init__, which imports everything."""
+    """Import xgrammar's compiler without the package's own __init__."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails, and tvm_ffi does without
     transformers = types.ModuleType("transformers")
     transformers.PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast = object  # type: ignore[attr-defined]

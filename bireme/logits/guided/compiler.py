@@ -1,7 +1,6 @@
-"""Compiles guides, off the engine's loop: a cache, a bounded queue, and a few threads with a helper process each.
+"""Compiles guides off the engine's loop: a cache, a bounded queue, and a few threads with a helper process each.
 
-Equal waiting guides are compiled once. A failure is remembered for a minute, so that a client that repeats a hopeless
-schema costs a look-up. A compiled grammar is shared by all requests that use it.
+Equal waiting guides are compiled once. A failure is remembered for a minute: a repeated one costs a look-up.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ Done = Callable[[Compiled | BiremeError], None]  # from any thread; must be quic
 
 @dataclass(slots=True)
 class Counts:
-    """What the cache did; for metrics and tests."""
-
     hits: int = 0
     compiled: int = 0
     failed: int = 0
@@ -50,7 +47,7 @@ class GuideCompiler:
     def __init__(
         self, load_table: Callable[[], TokenTable], stop_ids: Iterable[int], config: GuidedDecodingConfig
     ) -> None:
-        """`load_table` is called once, with the first guide, on a thread of the compiler."""
+        """`load_table` is called once, on a thread of the compiler."""
         self._load_table = load_table
         self._table: TokenTable | None = None
         self.counts = Counts()
@@ -71,12 +68,12 @@ class GuideCompiler:
 
     @property
     def table(self) -> TokenTable:
-        """The vocabulary; set when the first guide was compiled."""
+        """Set when the first guide was compiled."""
         assert self._table is not None, "nothing has been compiled"
         return self._table
 
     def compile(self, guide: Guide, done: Done) -> None:
-        """Call `done` with the compiled grammar, or the error: at once if that is known."""
+        """Call `done` with the compiled grammar or the error, at once if that is known."""
         answer: Compiled | BiremeError | None
         with self._lock:
             answer = self._known(guide.grammar_key) or self._enqueue(guide, done)
@@ -84,7 +81,6 @@ class GuideCompiler:
             done(answer)
 
     def close(self) -> None:
-        """End threads and processes; what waits ends with UNAVAILABLE."""
         with self._lock:
             self._is_closed = True
             jobs = list(self._jobs.values())
@@ -106,7 +102,6 @@ class GuideCompiler:
         return error if error is not None and time.monotonic() < until else None
 
     def _enqueue(self, guide: Guide, done: Done) -> BiremeError | None:
-        """Return the error if it can't wait."""
         if self._is_closed:
             return UnavailableError("the engine is stopping; send it to another worker, or try again")
         key, limit = guide.grammar_key, self._config.max_queue_size
@@ -190,7 +185,7 @@ class GuideCompiler:
         return compiled, max(1024, int(compiled.memory_size_bytes))
 
     def _info(self, view: View) -> tuple[Any, str]:
-        """Return a view of the vocabulary as xgrammar's object, and as text for helpers."""
+        """Return a view of the vocabulary, also as text for helpers."""
         with self._info_lock:
             if view not in self._infos:
                 from xgrammar import TokenizerInfo

@@ -1,4 +1,4 @@
-"""Arrays and objects that satisfy several schemas at once, in the words that xgrammar enforces."""
+"""Arrays and objects that satisfy several schemas at once, in xgrammar's words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEXT: Schema = {"type": "string"}
 
 
 def is_open(flats: Sequence[Schema]) -> bool:
-    """Whether an object may have properties that no schema names."""
+    """Whether it may have properties that no schema names."""
     said = [flat["additionalProperties"] for flat in flats if "additionalProperties" in flat]
     if said:
         return all(one is not False for one in said)
@@ -27,7 +27,7 @@ def is_open(flats: Sequence[Schema]) -> bool:
 
 
 def names_in(flats: Sequence[Schema], *keywords: str) -> list[str]:
-    """Return the names that these keywords speak of, each once."""
+    """Return what these keywords name, each once."""
     return list(dict.fromkeys(name for keyword in keywords for flat in flats for name in flat.get(keyword, ())))
 
 
@@ -49,7 +49,7 @@ class Arrays:
         return _array_shape(places, rest, low, high)
 
     def _places(self, tuples: Sequence[tuple[list[Any], Any]], high: int | None) -> tuple[list[Schema], bool]:
-        """Return the first items' schemas, and whether an array ends with them, since nothing can come next."""
+        """Return the first items' schemas, and whether an array ends with them."""
         size = max((len(first) for first, _ in tuples), default=0)
         places: list[Schema] = []
         for at in range(size if high is None else min(size, max(high, 0))):
@@ -62,7 +62,7 @@ class Arrays:
     def _rest(
         self, flats: Sequence[Schema], tuples: Sequence[tuple[list[Any], Any]], count: int, low: int, high: int | None
     ) -> Schema | None:
-        """Return what comes behind the first `count` items; None: nothing does."""
+        """Return what comes behind the first `count` items; None: nothing."""
         says_more = any(flat.get("items", flat.get("additionalItems")) is not None for flat in flats)
         has_room = high is None or high > count
         if not has_room or not (says_more or not count or low > count):
@@ -121,7 +121,7 @@ class Objects:
         return self._place([one for flat in flats for one in self._instances.of_property(name, flat)])
 
     def _free_names(self, flats: Sequence[Schema], names: Sequence[str], has_more: bool) -> str | list[str] | None:
-        """Return what names beside `names` are like: a pattern, a list, or None for no others; "" is any."""
+        """Return what names beside `names` are like: a pattern ("": any), a list, or None for no others."""
         if not has_more:
             return None
         said = [flat["propertyNames"] for flat in flats if flat.get("propertyNames", True) is not True]
@@ -135,7 +135,6 @@ class Objects:
         return None if names else _name_pattern(shape, flats)  # it could not keep from naming these once more
 
     def _keys(self, flats: Sequence[Schema], names: Sequence[str], free: str | None) -> dict[str, Schema]:
-        """Return the schemas of free names by their pattern."""
         keys, prefixes = self._patterned(flats, names)
         if free is None or not all(prefixes):
             return keys
@@ -145,7 +144,7 @@ class Objects:
         return keys
 
     def _patterned(self, flats: Sequence[Schema], names: Sequence[str]) -> tuple[dict[str, Schema], list[str]]:
-        """Return the schemas of `patternProperties` by pattern, and what the names of each begin with."""
+        """Return `patternProperties` by whole pattern, and what each one's names begin with."""
         holders = {pattern: flat for flat in flats for pattern in flat.get("patternProperties", ())}
         keys: dict[str, Schema] = {}
         prefixes: list[str] = []
@@ -177,7 +176,6 @@ def _name_pattern(shape: Schema, flats: Sequence[Schema]) -> str:
 
 
 def _counts(flats: Sequence[Schema], low: int, high: int | None, num_required: int, has_keys: bool) -> Schema:
-    """Return the keywords that hold the number of properties."""
     low = 0 if low <= num_required else low
     if has_keys and low > num_required + 1:
         holder = next(flat for flat in flats if "minProperties" in flat)
@@ -189,7 +187,6 @@ def _counts(flats: Sequence[Schema], low: int, high: int | None, num_required: i
 
 
 def _read(pattern: str, holder: Schema) -> tuple[str, str]:
-    """Return what the whole of a name matches, and what every such name begins with."""
     try:
         return whole_pattern(pattern), literal_prefix(pattern)
     except ValueError as error:

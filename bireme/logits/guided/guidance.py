@@ -1,9 +1,9 @@
-"""One sequence's way through its guide: which tokens may come next, and where the one that came leads.
+"""One sequence's way through its guide.
 
     reasoning   (only with reasoning_end) everything but the end of the answer is allowed
     gap         after it, up to two tokens of white space beside what the grammar allows
     guided      what the grammar allows; the stop ids once it is complete
-The state follows from the tokens alone, so a sequence that moves to another engine replays them.
+The state follows from the tokens alone: a sequence that moves to another engine replays them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Guidance:
             raise RequestError("guided_decoding: no token leads on from here; nothing can satisfy this guide")
 
     def accept(self, token: int) -> None:
-        """Take the token that came. Raises RequestError when the guide does not allow it."""
+        """Raises RequestError for a token that the guide does not allow."""
         if self._tail is not None:
             self._think(token)
             return

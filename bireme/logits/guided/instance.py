@@ -46,7 +46,6 @@ class Instances:
         return judge is None or judge(value, schema, depth + 1)
 
     def _joins(self, value: Any, schema: Schema, depth: int) -> bool:
-        """Whether it satisfies what the schema applies in place."""
         if "$ref" in schema and not self.satisfies(value, self._document.follow(schema), depth):
             return False
         if "if" in schema:
@@ -79,7 +78,6 @@ class Instances:
         )
 
     def of_property(self, name: str, schema: Schema) -> list[Any]:
-        """Return the schemas that an object's schema has for a property of this name."""
         found = [schema["properties"][name]] if name in schema.get("properties", ()) else []
         found += [
             inner
@@ -102,7 +100,7 @@ class Instances:
 
 
 def tuple_of(schema: Schema) -> tuple[list[Any], Any]:
-    """Return the schemas of an array's first items and of all others, in the words of any draft."""
+    """Return the schemas of an array's first items and of all others, of any draft."""
     items = schema.get("items", True)
     if isinstance(items, list):
         return items, schema.get("additionalItems", True)
@@ -131,7 +129,6 @@ _TYPES = {type(None): "null", bool: "boolean", int: "integer", str: "string", li
 
 
 def _is_named(value: Any, schema: Schema) -> bool:
-    """Whether its type, and itself, are among those that the schema names."""
     types = types_of(schema)
     return (
         (types is None or type_of(value) in types)
@@ -145,7 +142,7 @@ def _has_size(value: Any, schema: Schema, of: str) -> bool:
 
 
 def _needs(value: Schema, schema: Schema) -> tuple[set[str], list[Any]]:
-    """Return the names that an object with these properties must have, and the schemas that it must satisfy."""
+    """Return the names that must be beside these properties, and the schemas that must hold."""
     names, schemas = set(schema.get("required", ())), []
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         for needed in (needed for name, needed in schema.get(keyword, {}).items() if name in value):

@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema, and what each may hold: a schema is checked before anything of it is read."""
+"""The keywords of JSON Schema, and what each may hold: checked before a schema is read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LONE = ("$dynamicRef", "$recursiveRef")
 
 
 def check(schema: Any) -> None:
-    """Raise ValueError for a schema that is none, or has a keyword of the wrong form."""
+    """Raise ValueError for what is no schema, or has a keyword of the wrong form."""
     if not isinstance(schema, dict):
         raise ValueError(f"schema: a {type(schema).__name__}; send an object or a boolean")
     for keyword in _LONE:
@@ -74,7 +74,6 @@ def _misshapen(keyword: str, value: Any) -> str:
 
 
 def _names_in(keyword: str, value: Any) -> Iterator[Any]:
-    """Yield what has to be the name of a property."""
     if keyword == "required":
         yield from value
     elif keyword in ("dependentRequired", "dependencies"):

@@ -1,4 +1,4 @@
-"""Packed masks on logits, on any device."""
+"""Packed masks on logits."""
 
 from __future__ import annotations
 

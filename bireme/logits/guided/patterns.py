@@ -1,7 +1,7 @@
 """JSON Schema's patterns for xgrammar: they are searched for, while its grammars match the whole text.
 
-A text without an anchor gets `.*` on that side. Every class is written out, without what JSON text must escape (quotes,
-backslashes, control characters), since a grammar's pattern is written into the text as it is.
+A text without an anchor gets `.*` on that side. Every class is written out without what JSON text must escape (quotes,
+backslashes, control characters).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def search(pattern: str, value: str) -> bool:
 
 
 def whole_pattern(pattern: str, shortest: int = 0, longest: int | None = None) -> str:
-    """Return what the whole of a text matches that `pattern` is found in. Raises ValueError with the reason."""
+    """Return what the whole of a text matches that it is found in. Raises ValueError."""
     tree = parsed(pattern)
     if shortest or longest is not None:
         tree = _within(tree, shortest, longest)
@@ -46,7 +46,7 @@ def whole_pattern(pattern: str, shortest: int = 0, longest: int | None = None) -
 
 
 def literal_prefix(pattern: str) -> str:
-    """Return what every text that it is found in begins with; "" when that can't be told."""
+    """Return what each text that it is found in begins with; "": unknown."""
     items = list(parsed(pattern))
     if not items or items[0] != (op.AT, op.AT_BEGINNING):
         return ""
@@ -63,7 +63,7 @@ def any_text(shortest: int, longest: int | None) -> str:
 
 
 def other_than(names: Iterable[str], prefixes: Iterable[str]) -> str:
-    """Return a pattern of all texts that are none of `names` and begin with none of `prefixes`; "" for all."""
+    """Return a pattern of texts that are none of `names` and begin with none of `prefixes`; "": all."""
     root: dict[str, Any] = {}
     for ends, texts in (("", names), ("*", prefixes)):  # keys of more or less than one character: what ends here
         for text in texts:
@@ -101,7 +101,6 @@ def parsed(pattern: str) -> Any:
 
 
 def _sequence(items: list[Any], is_left_edge: bool, is_right_edge: bool) -> str:
-    """Return its pattern; `.*` stands at an edge of the whole text that no anchor holds."""
     is_left_edge = is_left_edge and not _stripped(items, 0, op.AT_BEGINNING)
     is_right_edge = is_right_edge and not _stripped(items, -1, op.AT_END)
     before, after = _margin(is_left_edge, items[:1]), _margin(is_right_edge, items[-1:])
@@ -114,7 +113,7 @@ def _sequence(items: list[Any], is_left_edge: bool, is_right_edge: bool) -> str:
 
 
 def _stripped(items: list[Any], at: int, anchor: Any) -> bool:
-    """Take the anchors at one end away, and say whether there were any."""
+    """Take the anchors at one end away; whether there were any."""
     size = len(items)
     while items and items[at] == (op.AT, anchor):
         del items[at]
@@ -158,7 +157,6 @@ def unsupported(code: Any) -> str:
 
 
 def ranges_of(code: Any, value: Any) -> Ranges:
-    """Return the characters that an item stands for."""
     if code is not op.IN:
         return _RANGES[code](value)
     found = [one for kind, inner in value for one in _RANGES[kind](inner)]
@@ -201,7 +199,7 @@ def _without(ranges: Sequence[tuple[int, int]], holes: Iterable[tuple[int, int]]
 
 
 def _within(tree: Any, shortest: int, longest: int | None) -> list[Any]:
-    """Return the items held to a length, as far as one repeat of single characters can hold it."""
+    """Hold the items to a length, as far as one repeat of single characters can."""
     items = list(tree)
     is_whole = items[:1] + items[-1:] == [(op.AT, op.AT_BEGINNING), (op.AT, op.AT_END)]
     least, most = tree.getwidth()
@@ -217,7 +215,7 @@ def _within(tree: Any, shortest: int, longest: int | None) -> list[Any]:
 
 
 def _limited(repeat: Any, others: list[tuple[int, int]], shortest: int, longest: int | None) -> Any:
-    """Return it with as many characters as `others`, what the rest may have, leave for the whole."""
+    """Return it with what `others`, the rest's widths, leave for it."""
     code, (low, high, body) = repeat
     low = max(int(low), shortest - sum(width for width, _ in others))
     if longest is not None:
@@ -228,7 +226,6 @@ def _limited(repeat: Any, others: list[tuple[int, int]], shortest: int, longest:
 
 
 def _is_free(item: Any) -> bool:
-    """Whether it repeats single characters."""
     return item[0] in (op.MAX_REPEAT, op.MIN_REPEAT) and item[1][2].getwidth() == (1, 1)
 
 

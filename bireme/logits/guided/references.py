@@ -1,6 +1,6 @@
 """What `$ref` names inside one schema: pointers, anchors and embedded documents with an `$id` of their own.
 
-Schemas are told apart by identity: a place in the document is one, equal text elsewhere another.
+Schemas are told apart by identity, not by text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers and texts that satisfy several schemas at once, in the words that xgrammar enforces."""
+"""Numbers and texts that satisfy several schemas at once, in xgrammar's words."""
 
 from __future__ import annotations
 
@@ -53,13 +53,11 @@ Bound = tuple[str, float]  # a keyword and what it says
 
 
 def bounds(flats: Sequence[Schema], of: str) -> tuple[int, int | None]:
-    """Return the least and the greatest size that all allow."""
     low = max((math.ceil(flat.get(f"min{of}", 0)) for flat in flats), default=0)
     return low, min((math.floor(flat[f"max{of}"]) for flat in flats if f"max{of}" in flat), default=None)
 
 
 def sized(of: str, low: int, high: int | None) -> Schema:
-    """Return the keywords of these bounds."""
     return ({f"min{of}": low} if low else {}) | ({} if high is None else {f"max{of}": high})
 
 
@@ -122,7 +120,6 @@ def _integer(ends: dict[str, Bound], step: int, flats: Sequence[Schema]) -> Sche
 
 
 def _rounded(name: str, bound: Bound, flats: Sequence[Schema]) -> int:
-    """Return the outermost integer within `minimum` or `maximum`."""
     sign = 1 if name == "minimum" else -1
     word, value = bound
     whole = sign * (math.ceil(sign * value) if word == name else math.floor(sign * value) + 1)
@@ -147,12 +144,11 @@ def string(flats: Sequence[Schema]) -> Schema:
 
 
 def _holders(flats: Sequence[Schema], keyword: str) -> dict[str, Schema]:
-    """Return who says it, by what is said."""
     return {flat[keyword]: flat for flat in flats if keyword in flat}
 
 
 def _is_exact(formats: Sequence[str], shortest: int, longest: int | None) -> bool:
-    """Whether these are one format, and xgrammar's own form of it holds the lengths too."""
+    """Whether these are one format whose own form in xgrammar holds the lengths too."""
     if len(formats) != 1 or formats[0] in _NOT_XGRAMMARS:
         return False
     least, most, _ = FORMATS[formats[0]]
@@ -160,7 +156,7 @@ def _is_exact(formats: Sequence[str], shortest: int, longest: int | None) -> boo
 
 
 def _matching(patterns: dict[str, Schema], formats: dict[str, Schema], shortest: int, longest: int | None) -> str:
-    """Return a pattern of the texts that all of these hold for, each given with who says it."""
+    """Return a pattern of the texts that all of these hold for, each with who says it."""
     keyword, given = ("pattern", patterns) if patterns else ("format", formats)
     name, holder = list(given.items())[-1]
     wanted = [*patterns, *(FORMATS[one][2] for one in formats)]

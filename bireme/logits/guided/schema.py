@@ -1,14 +1,11 @@
 """JSON Schema as its specification means it, rewritten into what xgrammar enforces.
 
-xgrammar passes over many keywords without a word. Here each is enforced, or refused by name. A place in the answer is a
-set of schemas that all hold there (a schema, what its `$ref` and `allOf` name, a parent's patterns). The set is
-multiplied out into alternatives without `anyOf`, and each alternative becomes, type by type, a schema of the few words
-whose meaning in xgrammar is exact. Where a choice is ours the answer is narrower than the schema: properties come in
-its order, an object with `properties` has no others unless it says so, and a schema without `type` means the types that
-its keywords speak of.
+Each keyword is enforced, or refused by name. A place in the answer is a set of schemas that all hold there. It is
+multiplied out into alternatives without `anyOf`. Each becomes, type by type, a schema of the few words whose meaning in
+xgrammar is exact. Where a choice is ours the answer is narrower: properties come in the schema's order, an object with
+`properties` has no others unless it says so, and a schema without `type` means the types that its keywords speak of.
 
-Exclusions (`not`, all but one of `oneOf`, `else`) hold where they can be shown to: what is allowed and excluded at once
-must be empty.
+Exclusions (`not`, all but one of `oneOf`, `else`) hold where it can be shown that nothing is allowed and excluded.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _MAX_STEPS = 300_000  # of one schema's rewriting; alternatives multiply
 
 
 def rewritten(schema: Any, is_loose: bool = False, has_tags: bool = False) -> tuple[Schema, list[str]]:
-    """Return the schema for xgrammar, and which keywords were left out because they can't be enforced.
+    """Return the schema for xgrammar, and what was left out because it can't be enforced.
 
     Raises ValueError with the keyword, its place and the remedy; `is_loose` leaves the keyword out instead.
     `has_tags`: its own properties come between tags, not in JSON.
@@ -62,7 +59,7 @@ def rewritten(schema: Any, is_loose: bool = False, has_tags: bool = False) -> tu
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """One way to satisfy a place: all of `flats` without their `anyOf` and the like, and none of `excluded`."""
+    """One way to satisfy a place: all of `flats` without their `anyOf` and the like, none of `excluded`."""
 
     flats: tuple[Schema, ...] = ()
     excluded: tuple[tuple[Schema, str, Any], ...] = ()  # (who says so, its keyword, what must not hold)
@@ -111,7 +108,7 @@ class _Rewriter:
     # A place and its alternatives
 
     def _place(self, schemas: Iterable[Any]) -> Schema | None:
-        """Return what holds where all of these do; None where nothing can."""
+        """Return what holds where all of these do; None: nothing can."""
         unique = {id(one): one for one in map(self._target, schemas) if not _allows_all(one)}
         if not unique:
             return {}
@@ -135,7 +132,6 @@ class _Rewriter:
         return {"$ref": f"#/$defs/{name}"}
 
     def _target(self, schema: Any) -> Any:
-        """Follow a `$ref` that stands alone."""
         for _ in range(_MAX_BRANCHES):
             if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - _NOTES - {"$ref"}:
                 return schema
@@ -182,7 +178,6 @@ class _Rewriter:
         return [self._evaluated(schema, branch) for branch in branches]
 
     def _applied(self, schema: Schema, trail: tuple[int, ...]) -> Iterator[list[_Branch]]:
-        """Yield the alternatives of each keyword that applies schemas in place."""
         if "$ref" in schema:
             yield self._expand(self._document.follow(schema), trail)
         for one in schema.get("allOf", ()):
@@ -223,7 +218,7 @@ class _Rewriter:
                 yield [_Branch((without,)), *ways]
 
     def _evaluated(self, schema: Schema, branch: _Branch) -> _Branch:
-        """Close an object or array to what this schema and those it applies in place speak of."""
+        """Close an object or array to what is said of it."""
         added: Schema = {}
         if "unevaluatedProperties" in schema and not any("additionalProperties" in flat for flat in branch.flats):
             added = _named(branch.flats, "properties") | {"additionalProperties": schema["unevaluatedProperties"]}
@@ -276,7 +271,7 @@ class _Rewriter:
         return sorted(allowed, key=TYPES.index)
 
     def _is_excluded(self, name: str, branch: _Branch) -> bool:
-        """Whether nothing of this type is left. Raises UnsupportedError where some is and that can't be enforced."""
+        """Whether nothing of this type is left. Raises UnsupportedError where some is."""
         for schema, keyword, one in branch.excluded:
             if self._takes_all(name, one):
                 return True
@@ -299,7 +294,6 @@ class _Rewriter:
         }
 
     def _narrowed(self, name: str, flats: Sequence[Schema]) -> Schema:
-        """Return our choices as a schema: the type, and that an object has no other properties."""
         added: Schema = {"type": name}
         if name == "object" and not is_open(flats):
             added |= _named(flats, "properties", "required") | {"additionalProperties": False}
@@ -336,7 +330,6 @@ def _allows_all(schema: Any) -> bool:
 
 
 def _named(flats: Sequence[Schema], *keywords: str) -> Schema:
-    """Return a schema that names the properties of these keywords and patterns, and says nothing of them."""
     patterns = names_in(flats, "patternProperties")
     return {
         "properties": dict.fromkeys(names_in(flats, *keywords), True),
@@ -345,11 +338,10 @@ def _named(flats: Sequence[Schema], *keywords: str) -> Schema:
 
 
 def _check_value(holder: Schema, value: Any) -> None:
-    """xgrammar reads numbers as 64 bits."""
     waiting = [value]
     while waiting:
         node = waiting.pop()
         if isinstance(node, (list, dict)):
             waiting += node.values() if isinstance(node, dict) else node
-        elif type_of(node) == "integer" and abs(node) > MAX_INTEGER:
+        elif type_of(node) == "integer" and abs(node) > MAX_INTEGER:  # xgrammar reads numbers as 64 bits
             raise ValueError(f"schema: {json.dumps(node)[:40]} in enum or const; numbers of 64 bits are enforced")

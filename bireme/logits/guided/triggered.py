@@ -1,10 +1,10 @@
-"""A guide that holds from a token on which the model chooses freely: the calls in an answer that need not have any.
+"""A guide that holds from a token on: the calls in an answer that need not have any.
 
     thinking    (only with reasoning_end) what is in the reasoning triggers nothing
     free        nothing is denied, until the token of the trigger comes
     guided      what the grammar allows, until it is complete; then free again
     over        (only with stop_after_first) the end of the answer
-While it thinks or is free a row costs no mask, and its step needs no word from here.
+While it thinks or is free a row costs no mask.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class _Hold(enum.Enum):
 
 
 class TriggeredGuidance(Guidance):
-    """Belongs to the engine's thread once it is made."""
-
     __slots__ = ("_begin", "_hold", "_seen", "_thought_end", "_trigger")
 
     def __init__(

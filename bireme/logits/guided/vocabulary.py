@@ -1,12 +1,11 @@
 """A model's tokens as bytes: what grammars are compiled against.
 
-There are three views. In `plain` special tokens have no text, so that no grammar can produce one: a detokenizer drops
-their text, and a quoted `<|im_end|>` must be spelled out. `json` also lacks tokens with control characters, which JSON
-text must not hold and which xgrammar allows in strings of a limited length. In `marked` special tokens have their text,
-because structural tags consist of such markers.
+In the view `plain` special tokens have no text, since a detokenizer drops it: a quoted `<|im_end|>` is spelled out.
+`json` also lacks tokens with control characters, which xgrammar allows in strings of a limited length. In `marked`
+special tokens have their text: structural tags consist of them.
 
-xgrammar takes surrogates (U+D800 to U+DFFF, bytes ED A0 to ED BF) for characters; UTF-8 has none (RFC 3629, section 3),
-and each would become three replacement characters in the answer. Hence the half tokens below.
+xgrammar takes surrogates (U+D800 to U+DFFF, bytes ED A0 to ED BF) for characters. UTF-8 has none (RFC 3629, section 3):
+each would become three replacement characters. Hence the half tokens below.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class TokenTable:
 def make_table(
     texts: Sequence[str | None], parts: dict[int, bytes], special_ids: Iterable[int], vocab_size: int
 ) -> TokenTable:
-    """Build it from text.vocabulary's columns: complete texts, and bytes where a token holds parts of characters."""
+    """Build it from text.vocabulary's columns: texts, and bytes of tokens with parts of characters."""
     tokens = tuple(parts[at] if text is None else text.encode() for at, text in enumerate(texts))
     heads = tokens[:vocab_size]
     blank_ids = frozenset(_where(heads, lambda token: token.isspace() and len(token) <= MAX_BLANK_BYTES))
@@ -69,7 +68,7 @@ def _where(tokens: Sequence[bytes], holds: Callable[[bytes], object]) -> list[in
 
 
 def mask_of(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Return a row of a bitmask (ceil(vocab_size / 32) words) in which these ids are set."""
+    """Return a row of a bitmask (ceil(vocab_size / 32) words) with these ids set."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
