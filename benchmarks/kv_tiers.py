@@ -36,8 +36,8 @@ from bireme.engines.base import EngineContext, PlainTokens, StepOutput
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.engine import TorchEngine
 from bireme.engines.torch.pools.block_mover import BlockMover
-from bireme.kv.block_tiers import BlockCopy, CopyResult
-from bireme.kv.events import DEVICE, HOST
+from bireme.kv.blocks.block_tiers import BlockCopy, CopyResult
+from bireme.kv.blocks.events import DEVICE, HOST
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry
 

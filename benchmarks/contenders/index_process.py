@@ -37,9 +37,9 @@ def chains(first: int, count: int, depth: int) -> Blocks:
 
 class Ours:
     def __init__(self) -> None:
-        from bireme.kv import event_wire
-        from bireme.kv.event_reading import EventReader
-        from bireme.kv.index import KvIndex
+        from bireme.kv.following.index import KvIndex
+        from bireme.kv.wire import event_wire
+        from bireme.kv.wire.event_reading import EventReader
 
         self._wire, self._reader = event_wire, EventReader()
         self.index = KvIndex()
@@ -205,10 +205,10 @@ class IndexProcess:
         """
         from bireme.config import RouterConfig
         from bireme.discovery.records import WorkerRecord
-        from bireme.kv.event_wire import WorkerLoad
-        from bireme.kv.holdings import IndexHoldings
-        from bireme.kv.placement import RoutingRequest
-        from bireme.kv.router import WorkerRouter
+        from bireme.kv.following.holdings import IndexHoldings
+        from bireme.kv.routing.placement import RoutingRequest
+        from bireme.kv.routing.router import WorkerRouter
+        from bireme.kv.wire.event_wire import WorkerLoad
         from bireme.metrics import Registry
         from bireme.pipelines.routing import prompt_hashes
         from bireme.serving_options import ServingOptions

@@ -17,10 +17,10 @@ from benchmarks.simulation.trace import TOKENS_PER_BLOCK, SimulatedRequest, endl
 from benchmarks.simulation.worker import SimulatedEvent, SimulatedRun, SimulatedWorker
 from bireme.config import MockerConfig, RouterConfig, RoutingMode
 from bireme.discovery.records import WorkerRecord
-from bireme.kv.event_wire import WorkerLoad
-from bireme.kv.index import KvIndex
-from bireme.kv.placement import Floats, Hashes, Placement, RoutingRequest
-from bireme.kv.router import WorkerRouter
+from bireme.kv.following.index import KvIndex
+from bireme.kv.routing.placement import Floats, Hashes, Placement, RoutingRequest
+from bireme.kv.routing.router import WorkerRouter
+from bireme.kv.wire.event_wire import WorkerLoad
 from bireme.messages import Capacity
 
 

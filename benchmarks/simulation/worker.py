@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.simulation.trace import TOKENS_PER_BLOCK, SimulatedRequest, cachable
 from bireme.config import MockerConfig
-from bireme.kv.event_wire import WorkerLoad
+from bireme.kv.wire.event_wire import WorkerLoad
 
 
 @dataclass(slots=True, eq=False)

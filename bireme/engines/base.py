@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from bireme.config import EngineConfig, Limits, MediaLimits
 from bireme.disagg import DisaggregatedParams
-from bireme.kv.events import KvEvent
+from bireme.kv.blocks.events import KvEvent
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity, EncodeRequest, EngineRequest, Finish, TokenLogprobs
 from bireme.metrics import Registry

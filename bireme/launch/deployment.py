@@ -28,7 +28,7 @@ from bireme.discovery.run_folder import ask_drain, named_key
 from bireme.discovery.store import shared_key
 from bireme.discovery.view import WorkerView, discover
 from bireme.errors import BiremeError, ConfigError
-from bireme.kv.curve import needs_curve
+from bireme.kv.wire.curve import needs_curve
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.drain import drain

@@ -23,7 +23,7 @@ from bireme.errors import (
     RequestError,
     UnavailableError,
 )
-from bireme.kv.hashing import MediaSpan
+from bireme.kv.blocks.hashing import MediaSpan
 from bireme.messages import EncodeRequest, EncodeSource
 from bireme.multimodal.model_config import PictureModel
 from bireme.multimodal.placeholders import Ids, expand

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from bireme.kv.placement import RoutingRequest
-from bireme.kv.router import WorkerRouter
+from bireme.kv.routing.placement import RoutingRequest
+from bireme.kv.routing.router import WorkerRouter
 
 
 def placement_json(router: WorkerRouter, request: RoutingRequest) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import numpy as np
 from bireme.config import Recipe
 from bireme.discovery import run_folder
 from bireme.discovery.records import WorkerRecord
-from bireme.kv import hashing
-from bireme.kv.placement import Hashes, HashPrompt, RoutingRequest, WorkerFollower
-from bireme.kv.router import WorkerRouter
-from bireme.kv.targets import DEFAULT_TOKENS_PER_BLOCK
+from bireme.kv.blocks import hashing
+from bireme.kv.routing.placement import Hashes, HashPrompt, RoutingRequest, WorkerFollower
+from bireme.kv.routing.router import WorkerRouter
+from bireme.kv.routing.targets import DEFAULT_TOKENS_PER_BLOCK
 from bireme.metrics import Registry
 
 
@@ -28,14 +28,14 @@ def make_router(recipe: Recipe, metrics: Registry, folder: Path | None = None) -
     holdings, hash_prompt, loads = None, None, None
     followers: list[WorkerFollower] = []
     if recipe.has_kv_routing:
-        from bireme.kv.holdings import IndexHoldings
+        from bireme.kv.following.holdings import IndexHoldings
 
         holdings, hash_prompt = IndexHoldings(recipe.router, metrics), prompt_hashes(key)
         followers.append(holdings)
     if recipe.has_load_routing:
         loads = {}
         if key is not None:
-            from bireme.kv.feed import KvFeed
+            from bireme.kv.following.feed import KvFeed
 
             index, lock = (holdings.index, holdings.lock) if holdings is not None else (None, None)
             feed = KvFeed(index, key, metrics, lock, recipe.kv_events)
@@ -69,7 +69,7 @@ def prompt_hashes(key: bytes | None) -> HashPrompt:
 
     `key`: the deployment's; without it nobody can tell what salted prompts' blocks are called, so they have none.
     """
-    from bireme.kv.prompt_hashing import PromptHasher
+    from bireme.kv.routing.prompt_hashing import PromptHasher
 
     # One is made now: the first of a process loads compiled code, for which no request should wait.
     hashers = {DEFAULT_TOKENS_PER_BLOCK: PromptHasher(DEFAULT_TOKENS_PER_BLOCK)}

@@ -46,7 +46,7 @@ from bireme.errors import (
     drop_frames,
     from_message,
 )
-from bireme.kv.placement import Placement, RoutingRequest
+from bireme.kv.routing.placement import Placement, RoutingRequest
 from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
 from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.services import Services

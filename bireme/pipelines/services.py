@@ -18,7 +18,7 @@ from bireme.config import Recipe
 from bireme.discovery.records import WorkerRecord
 from bireme.discovery.view import Discovery
 from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
-from bireme.kv.router import WorkerRouter
+from bireme.kv.routing.router import WorkerRouter
 from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.pipelines.routing import recipe_workers

@@ -19,7 +19,7 @@ from bireme.disagg import DisaggregatedParams
 from bireme.engines.trtllm import api as trtllm_api
 from bireme.engines.trtllm.disaggregation import export, restore
 from bireme.engines.trtllm.kv_events import KvEventReader
-from bireme.kv.events import BlocksRemoved, BlocksStored
+from bireme.kv.blocks.events import BlocksRemoved, BlocksStored
 from tests.contract.trtllm_harness import PROMPT, Harness
 
 APART = {"cache_transceiver_config": {"backend": "DEFAULT", "max_tokens_in_buffer": 8192}}

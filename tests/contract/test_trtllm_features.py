@@ -12,8 +12,8 @@ import pytest
 from bireme.engines.trtllm import iterations as iterations_module
 from bireme.engines.trtllm import loading
 from bireme.errors import ConfigError, RequestError
-from bireme.kv import hashing
-from bireme.kv.events import BlocksStored
+from bireme.kv.blocks import hashing
+from bireme.kv.blocks.events import BlocksStored
 from bireme.messages import ProcessorCall
 from bireme.metrics import Registry
 from bireme.serving_options import KvCacheRetentionConfig, TokenRangeRetention

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from bireme.errors import ConfigError, EngineLostError, RequestError, ResourceExhaustedError, from_message
-from bireme.kv import hashing
-from bireme.kv.events import BlocksStored
-from bireme.kv.hashing import MediaSpan
-from bireme.kv.prompt_hashing import PromptHasher
+from bireme.kv.blocks import hashing
+from bireme.kv.blocks.events import BlocksStored
+from bireme.kv.blocks.hashing import MediaSpan
+from bireme.kv.routing.prompt_hashing import PromptHasher
 from bireme.multimodal.wire import Multimodal, open_multimodal
 from tests.contract import picture_harness
 from tests.contract.trtllm_harness import KEY

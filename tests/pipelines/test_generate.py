@@ -20,11 +20,11 @@ from bireme.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from bireme.kv.router import RoutingRequest
+from bireme.kv.routing.router import RoutingRequest
 from bireme.types import RequestInfo
 from bireme.workers.base import UnreachableError
 from bireme.workers.fake import OWN_PREFILL_MS, PREFILL_USAGE, token_at
-from tests.kv.router_fixtures import capacity
+from tests.kv.routing.router_fixtures import capacity
 from tests.pipelines.conftest import until
 
 PROMPT = [ord("h"), ord("i")]

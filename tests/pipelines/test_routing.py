@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bireme.errors import RequestError, ResourceExhaustedError
-from bireme.kv.placement import RoutingRequest
+from bireme.kv.routing.placement import RoutingRequest
 from bireme.pipelines.router import Router
-from tests.kv.router_fixtures import capacity, record
+from tests.kv.routing.router_fixtures import capacity, record
 from tests.pipelines.conftest import Call
 
 TEXT = "a prompt of some length, so that it has a few full blocks of thirty-two letters each; that will do"

@@ -17,14 +17,21 @@ import pytest
 
 from benchmarks.contenders import dynamo
 from bireme.engines.mocker.blocks import MockBlockPool
-from bireme.kv import hashing
-from bireme.kv.event_reading import EventReader
-from bireme.kv.event_wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode_batch, encode_payload
-from bireme.kv.events import EventBuffer
-from bireme.kv.hashing import MediaSpan
-from bireme.kv.held_blocks import HeldBlocks
-from bireme.kv.index import KvIndex
-from bireme.kv.prompt_hashing import PromptHasher
+from bireme.kv.blocks import hashing
+from bireme.kv.blocks.events import EventBuffer
+from bireme.kv.blocks.hashing import MediaSpan
+from bireme.kv.following.index import KvIndex
+from bireme.kv.publishing.held_blocks import HeldBlocks
+from bireme.kv.routing.prompt_hashing import PromptHasher
+from bireme.kv.wire.event_reading import EventReader
+from bireme.kv.wire.event_wire import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    decode_batch,
+    encode_payload,
+)
 
 SIZE = 16
 READER = Path(__file__).parent / "radix_tree_reader.py"

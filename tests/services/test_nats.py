@@ -10,16 +10,16 @@ import subprocess
 import pytest
 
 from bireme.config import KvEventsConfig, RouterConfig
-from bireme.kv.feed import KvFeed
-from bireme.kv.hashing import sequence_hashes
-from bireme.kv.index import KvIndex
-from bireme.kv.nats_connection import ENDPOINT, MAC_HEADER, SEQ_HEADER
-from bireme.kv.nats_plane import NatsPlane
-from bireme.kv.router import WorkerRouter
+from bireme.kv.blocks.hashing import sequence_hashes
+from bireme.kv.following.feed import KvFeed
+from bireme.kv.following.index import KvIndex
+from bireme.kv.publishing.nats_plane import NatsPlane
+from bireme.kv.routing.router import WorkerRouter
+from bireme.kv.wire.nats_connection import ENDPOINT, MAC_HEADER, SEQ_HEADER
 from bireme.launch.ports import free_port
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import wait_for
-from tests.kv.publishing import KEY, SIZE, Published
+from tests.kv.publishing.published import KEY, SIZE, Published
 
 PROMPT = list(range(100, 100 + 8 * SIZE))
 HASHES = sequence_hashes(PROMPT, SIZE)

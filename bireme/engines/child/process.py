@@ -40,7 +40,7 @@ from bireme.stop_signals import on_stop_signal
 
 if TYPE_CHECKING:
     from bireme.engines.memory.client import WeightsHold
-    from bireme.kv.publisher import EventPlane
+    from bireme.kv.publishing.publisher import EventPlane
     from bireme.multimodal.embedding_share import EmbeddingShare
 
 logger = logging.getLogger("bireme.engine")
@@ -224,7 +224,7 @@ class EngineProcess:
         has_events = recipe.publishes_events
         if stage_of(self._worker) not in ROUTED_STAGES or not (has_events or recipe.has_load_routing):
             return None
-        from bireme.kv.publisher import KvPublisher
+        from bireme.kv.publishing.publisher import KvPublisher
 
         assert self._engine is not None
         plane = self._make_plane(recipe.kv_events, key, has_events)
@@ -276,10 +276,10 @@ class EngineProcess:
 
     def _make_plane(self, config: KvEventsConfig, key: bytes, has_events: bool) -> EventPlane:
         if config.plane == "zmq":
-            from bireme.kv.zmq_plane import ZmqPlane
+            from bireme.kv.publishing.zmq_plane import ZmqPlane
 
             return ZmqPlane(self._endpoint, config.host, key, has_events=has_events)
-        from bireme.kv.nats_plane import NatsPlane
+        from bireme.kv.publishing.nats_plane import NatsPlane
 
         return NatsPlane(config, self._worker, self._life, key, has_events=has_events)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from bireme.kv import hashing
-from bireme.kv.events import EventBuffer, StoredBlock
+from bireme.kv.blocks import hashing
+from bireme.kv.blocks.events import EventBuffer, StoredBlock
 
 _LONG_BLOCKS, _NUM_RECENT = 32, 16  # prompts of so many blocks are remembered, and so many of them
 

@@ -42,7 +42,7 @@ from bireme.errors import (
     UnavailableError,
     to_message,
 )
-from bireme.kv.events import EventBuffer, KvEvent
+from bireme.kv.blocks.events import EventBuffer, KvEvent
 from bireme.kv.transfer.base import Lease
 from bireme.messages import Capacity, Finish, FinishReason
 

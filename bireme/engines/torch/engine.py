@@ -22,7 +22,7 @@ from bireme.engines.torch.scheduling.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.step import Sequence
 from bireme.engines.torch.weights.lean_imports import import_transformers
 from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
-from bireme.kv.events import KvEvent
+from bireme.kv.blocks.events import KvEvent
 from bireme.messages import Capacity
 
 logger = logging.getLogger("bireme.engines.torch")

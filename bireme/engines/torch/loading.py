@@ -36,10 +36,10 @@ from bireme.engines.torch.weights.architectures import is_picture_model
 from bireme.engines.torch.weights.checkpoint import Checkpoint, eos_token_ids, open_checkpoint
 from bireme.engines.torch.weights.shared_weights import SharedModel, load_own, load_shared, weights_id
 from bireme.errors import ConfigError
-from bireme.kv.block_manager import BlockManager, GroupSpec
-from bireme.kv.block_pool import DEFAULT_PRIORITY
-from bireme.kv.disk_blocks import DiskBlocks
-from bireme.kv.events import EventBuffer
+from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
+from bireme.kv.blocks.block_pool import DEFAULT_PRIORITY
+from bireme.kv.blocks.disk_blocks import DiskBlocks
+from bireme.kv.blocks.events import EventBuffer
 from bireme.logits.sampler import DrawRows, Sampler
 from bireme.messages import Capacity
 from bireme.own_work import Work

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey
-from bireme.kv.block_manager import BlockTable
-from bireme.kv.block_tiers import BlockCopy
-from bireme.kv.hashing import MediaSpan
+from bireme.kv.blocks.block_manager import BlockTable
+from bireme.kv.blocks.block_tiers import BlockCopy
+from bireme.kv.blocks.hashing import MediaSpan
 from bireme.kv.transfer.base import Fetch, Lease
 from bireme.logits.guided.guidance import Guidance
 from bireme.messages import EngineRequest, FinishReason, SamplingParams, TokenLogprobs

@@ -23,7 +23,7 @@ from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.loading import Loaded, load, measured
 from bireme.engines.trtllm.requests import Requests
 from bireme.errors import ResourceExhaustedError, UnavailableError
-from bireme.kv.events import KvEvent
+from bireme.kv.blocks.events import KvEvent
 from bireme.messages import Capacity
 
 logger = logging.getLogger("bireme.engines.trtllm")

@@ -17,8 +17,8 @@ from typing import Any
 
 from bireme.engines.trtllm.kv_events import KvEventReader, PicturePlaces
 from bireme.engines.trtllm.series import SeriesRelay
-from bireme.kv.events import BlocksRemoved, BlocksStored, KvEvent
-from bireme.kv.hashing import MediaSpan
+from bireme.kv.blocks.events import BlocksRemoved, BlocksStored, KvEvent
+from bireme.kv.blocks.hashing import MediaSpan
 from bireme.metrics import Registry
 
 logger = logging.getLogger("bireme.engines.trtllm")

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bireme.kv import hashing
-from bireme.kv.events import BlocksCleared, BlocksMoved, BlocksRemoved, BlocksStored, KvEvent, StoredBlock
+from bireme.kv.blocks import hashing
+from bireme.kv.blocks.events import BlocksCleared, BlocksMoved, BlocksRemoved, BlocksStored, KvEvent, StoredBlock
 
 logger = logging.getLogger("bireme.engines.trtllm")
 _MASK = (1 << 64) - 1

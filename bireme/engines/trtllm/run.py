@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey, StepOutput
 from bireme.engines.trtllm.logprobs import prompt_logprobs, token_logprobs
-from bireme.kv.hashing import MediaSpan
+from bireme.kv.blocks.hashing import MediaSpan
 from bireme.messages import EngineRequest, FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bireme.errors import ConfigError
-from bireme.kv.curve import needs_curve
+from bireme.kv.wire.curve import needs_curve
 
 if TYPE_CHECKING:
     from bireme.config import CacheTransceiverConfig

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bireme.errors import UnavailableError
-from bireme.kv.transfer.copy_kernels import copy_pieces
+from bireme.kv.kernels.copy_kernels import copy_pieces
 from bireme.kv.transfer.memory import Bytes2D, HostMemory, Region, Rows
 from bireme.kv.transfer.wire import SharedMemory, SharedRegion
 

@@ -23,7 +23,6 @@ from bireme.config import CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run_folder
 from bireme.errors import ConfigError, EngineLostError
-from bireme.kv.curve import curve_keys, is_ipv6, let_in_readers, needs_curve
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import Done, Fetch, Find, KvLayout, Lease
 from bireme.kv.transfer.buffer import TransferBuffer
@@ -32,9 +31,10 @@ from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.exporter import Exporter, Outgoing
 from bireme.kv.transfer.importer import Importer, RowFetch
 from bireme.kv.transfer.lease import LeaseTable
-from bireme.kv.transfer.mailbox import Mailbox
 from bireme.kv.transfer.memory import RowMemory, TokenRows
 from bireme.kv.transfer.wire import MAX_MESSAGE_BYTES
+from bireme.kv.wire.curve import curve_keys, is_ipv6, let_in_readers, needs_curve
+from bireme.kv.wire.mailbox import Mailbox
 from bireme.metrics import Registry
 
 TICK_MS = 100  # how soon a dead peer or an expired lease is noticed

@@ -8,9 +8,9 @@ from bireme.config import EngineConfig, KvCacheConfig
 from bireme.discovery import run_folder
 from bireme.engines.config import with_events
 from bireme.errors import ConfigError
-from bireme.kv.hashing import sequence_hashes
+from bireme.kv.blocks.hashing import sequence_hashes
 from tests.engines.engine_fixtures import PROMPT, Collector, make_request
-from tests.kv.event_readers import VllmSubscriber
+from tests.kv.publishing.event_readers import VllmSubscriber
 
 TWO = {"router": {"mode": "kv"}}
 BLOCKS = {"kv_cache_config": {"tokens_per_block": 16}}

@@ -18,8 +18,8 @@ from bireme.engines.mocker.engine import MockEngine
 from bireme.engines.mocker.tokens import expected_tokens, plain_ids, printable_ids
 from bireme.engines.registry import create_engine
 from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
-from bireme.kv.events import BlocksRemoved, BlocksStored
-from bireme.kv.hashing import event_seed, sequence_hashes
+from bireme.kv.blocks.events import BlocksRemoved, BlocksStored
+from bireme.kv.blocks.hashing import event_seed, sequence_hashes
 from bireme.messages import SamplingParams
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import PROMPT, VOCAB_SIZE, check_canaries_are_apart, make_request, wait_for

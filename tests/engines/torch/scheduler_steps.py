@@ -8,7 +8,7 @@ from bireme.disagg import DisaggregatedParams
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.step import SchedulerOutput, Sequence
-from bireme.kv.block_manager import BlockManager, GroupSpec
+from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.serving_options import ServingOptions
 

@@ -7,7 +7,7 @@ import torch
 
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.step import SchedulerOutput, Sequence
-from bireme.kv.block_manager import BlockManager, GroupSpec
+from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
 from bireme.messages import EngineRequest, SamplingParams
 
 WINDOW = 6

@@ -9,8 +9,8 @@ import torch
 
 from bireme.canary_mark import new_mark
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
-from bireme.kv.events import BlocksRemoved
-from bireme.kv.hashing import sequence_hashes
+from bireme.kv.blocks.events import BlocksRemoved
+from bireme.kv.blocks.hashing import sequence_hashes
 from bireme.messages import ProcessorCall
 from tests.engines.engine_fixtures import check_canaries_are_apart
 from tests.engines.torch.tiny_models import EOS

@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 
 from bireme.errors import ConfigError, RequestError
-from bireme.kv.events import DEVICE, DISK, HOST
+from bireme.kv.blocks.events import DEVICE, DISK, HOST
 from bireme.serving_options import KvCacheRetentionConfig, TokenRangeRetention
 from tests.engines.torch.torch_harness import WAIT_S, Harness, make_prompts, request
-from tests.kv.naive_cache import NaiveCache
+from tests.kv.blocks.naive_cache import NaiveCache
 
 SMALL = {"max_batch_size": 4, "max_num_tokens": 32, "max_seq_len": 160, "tokens_per_block": 16, "max_tokens": 16 * 14}
 FIRST, *OTHERS = make_prompts(100, 100, 100, 100)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bireme.engines.trtllm.kv_events import KvEventReader, PicturePlaces, unsigned
-from bireme.kv import hashing
-from bireme.kv.events import DEVICE, HOST, BlocksCleared, BlocksMoved, BlocksRemoved, BlocksStored
+from bireme.kv.blocks import hashing
+from bireme.kv.blocks.events import DEVICE, HOST, BlocksCleared, BlocksMoved, BlocksRemoved, BlocksStored
 
 SIZE = 4
 TOKENS = list(range(1, 13))

@@ -8,8 +8,8 @@ from typing import Any
 from bireme import disagg
 from bireme.engines.trtllm.kv_events import unsigned
 from bireme.errors import NotFoundError, RequestError
-from bireme.kv import hashing
-from bireme.kv.events import BlocksStored
+from bireme.kv.blocks import hashing
+from bireme.kv.blocks.events import BlocksStored
 from tests.contract.trtllm_harness import KEY
 from tests.gpu.trtllm_proof.bench import Bench, Failed, check_logprob, require
 

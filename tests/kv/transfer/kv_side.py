@@ -26,7 +26,6 @@ from bireme.config import CHECKOUT, CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run_folder
 from bireme.discovery.records import WorkerRecord, host_id
-from bireme.kv.curve import needs_curve
 from bireme.kv.transfer.backend import Backend
 from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
 from bireme.kv.transfer.leased import LeasedTransfer
@@ -35,6 +34,7 @@ from bireme.kv.transfer.memory import HostMemory, MemoryKind, TokenRows
 from bireme.kv.transfer.nixl import MODULES, NixlBackend
 from bireme.kv.transfer.shm import ShmBackend
 from bireme.kv.transfer.shm_file import SHM_DIR, file_prefix
+from bireme.kv.wire.curve import needs_curve
 from bireme.metrics import Registry
 from tests.kv.transfer.shared_pools import CudaPool, FilePool, SharedPool
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from bireme.kv.transfer.copier import Copier
-from bireme.kv.transfer.mailbox import Mailbox
+from bireme.kv.wire.mailbox import Mailbox
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import zmq
 
 from bireme.discovery.records import host_id
 from bireme.errors import KvTransferError, NotFoundError
-from bireme.kv.curve import curve_keys
 from bireme.kv.transfer import importer, wire
 from bireme.kv.transfer.process import SILENCE_S, FarProcess
+from bireme.kv.wire.curve import curve_keys
 from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, all_files_of, needs_nixl, wait_until
 
 

@@ -38,7 +38,7 @@ from bireme.errors import (
     UnavailableError,
     to_message,
 )
-from bireme.kv.events import KvEvent
+from bireme.kv.blocks.events import KvEvent
 from bireme.messages import Capacity, Finish, FinishReason, Usage
 
 logger = logging.getLogger("bireme.engines.torch")

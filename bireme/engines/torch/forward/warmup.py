@@ -19,7 +19,7 @@ from bireme.engines.torch.forward.runner import HfRunner
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, SchedulerOutput, Sequence
-from bireme.kv.block_manager import BlockManager
+from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.rows import Row
 from bireme.messages import EngineRequest, SamplingParams
 

@@ -16,7 +16,7 @@ from bireme.engines.torch.images.vision_tower import load_vision_tower
 from bireme.engines.torch.weights.architectures import is_picture_model
 from bireme.engines.torch.weights.checkpoint import Checkpoint, choose_dtype, open_checkpoint
 from bireme.errors import ConfigError
-from bireme.kv.events import KvEvent
+from bireme.kv.blocks.events import KvEvent
 from bireme.messages import Capacity
 from bireme.multimodal.model_config import picture_model
 

@@ -23,9 +23,9 @@ from bireme.engines.torch import kernels
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.pools.row_copies import MoveRows, row_mover
 from bireme.errors import ConfigError
-from bireme.kv.block_tiers import BlockCopy, CopyResult
-from bireme.kv.disk_blocks import DiskBlocks
-from bireme.kv.events import DISK
+from bireme.kv.blocks.block_tiers import BlockCopy, CopyResult
+from bireme.kv.blocks.disk_blocks import DiskBlocks
+from bireme.kv.blocks.events import DISK
 from bireme.kv.transfer.copier import Copier
 
 logger = logging.getLogger("bireme.engines.torch")

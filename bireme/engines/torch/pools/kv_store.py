@@ -18,7 +18,7 @@ from torch import Tensor
 from bireme.engines.torch.geometry import LayerGeometry, LayerGroup
 from bireme.engines.torch.pools.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.pools.row_copies import RowCopies
-from bireme.kv.block_pool import NULL
+from bireme.kv.blocks.block_pool import NULL
 from bireme.kv.transfer.base import GroupLayout, KvLayout
 from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows, zero_pages
 from bireme.kv.transfer.wire import SharedMemory

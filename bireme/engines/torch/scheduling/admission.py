@@ -18,8 +18,8 @@ from bireme.engines.torch.images.picture_store import PictureStore, pictures_of
 from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.step import Sequence
 from bireme.errors import RequestError
-from bireme.kv.block_manager import BlockManager
-from bireme.kv.block_pool import Retention
+from bireme.kv.blocks.block_manager import BlockManager
+from bireme.kv.blocks.block_pool import Retention
 from bireme.logits.sampler import Sampler
 from bireme.messages import SamplingParams
 from bireme.serving_options import KvCacheRetentionConfig

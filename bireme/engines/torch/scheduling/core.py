@@ -29,8 +29,8 @@ from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.step import Batch, Post, SchedulerOutput, Sequence, SequenceStatus
 from bireme.errors import BiremeError, DeadlineExceededError, RequestCancelledError, to_message
-from bireme.kv.block_manager import BlockManager
-from bireme.kv.block_tiers import BlockCopy, CopyResult
+from bireme.kv.blocks.block_manager import BlockManager
+from bireme.kv.blocks.block_tiers import BlockCopy, CopyResult
 from bireme.logits.sampler import Sampled, Sampler
 from bireme.messages import Finish, FinishReason, TokenLogprobs
 

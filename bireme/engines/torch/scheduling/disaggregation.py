@@ -14,7 +14,7 @@ from bireme.engines.base import RequestKey
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Post, Sequence
 from bireme.errors import BiremeError
-from bireme.kv.block_manager import BlockManager
+from bireme.kv.blocks.block_manager import BlockManager
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import TokenLogprobs, Usage
 

@@ -10,9 +10,9 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from bireme.engines.torch.step import Sequence
-from bireme.kv.block_manager import BlockManager
-from bireme.kv.block_tiers import BlockTiers
-from bireme.kv.events import DEVICE, DISK, HOST
+from bireme.kv.blocks.block_manager import BlockManager
+from bireme.kv.blocks.block_tiers import BlockTiers
+from bireme.kv.blocks.events import DEVICE, DISK, HOST
 from bireme.messages import FinishReason, Usage
 from bireme.metrics import Registry
 

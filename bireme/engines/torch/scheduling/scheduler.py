@@ -18,7 +18,7 @@ from bireme.best_effort import BestEffortShare
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.scheduling.waiting import WaitingQueue
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
-from bireme.kv.block_manager import BlockManager
+from bireme.kv.blocks.block_manager import BlockManager
 
 
 class Scheduler:

@@ -1,0 +1,1 @@
+"""What workers hold, by their KV events: the feed of a router's process and its index."""

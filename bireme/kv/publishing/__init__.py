@@ -1,0 +1,1 @@
+"""An engine's KV events and load, on their way to routers."""

@@ -1,0 +1,1 @@
+"""Which workers serve a request, by what they hold and how busy they are."""

@@ -1,0 +1,86 @@
+"""What a router is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bireme.discovery.records import WorkerRecord
+from bireme.kv.blocks.hashing import MediaSpan
+from bireme.serving_options import NO_OPTIONS, ServingOptions
+
+if TYPE_CHECKING:
+    from bireme.kv.routing.active import SentRequest
+    from bireme.kv.routing.targets import Target
+
+Hashes = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    prompt: npt.NDArray[np.int32]  # CPU 1D
+    options: ServingOptions = NO_OPTIONS
+    media: tuple[MediaSpan, ...] = ()
+    is_resumed: bool = False  # tokens were delivered: it is not refused, and decode computes its context itself
+    has_transfer: bool = True  # False: KV of an earlier attempt did not arrive, so decode computes the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    prefill: str | None  # None: decode computes the prompt
+    decode: str
+    prefill_dp_rank: int | None = None  # None: its engine has one rank, or chooses
+    decode_dp_rank: int | None = None
+    reason: str = field(default="", compare=False)  # how decode was chosen: a mode, only, direct or session
+    is_short: bool = field(default=False, compare=False)  # prefill was left out: the prompt isn't worth its transfer
+    # Of the prompt, that the worker that computes it should find; None: nobody knows what workers hold.
+    cached_tokens: int | None = field(default=None, compare=False)
+    sent: tuple[tuple[Target, SentRequest], ...] = field(default=(), compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker as a decision saw it."""
+
+    worker: str
+    dp_rank: int | None
+    cost: float  # in KV blocks
+    cached_tokens: int  # of the prompt
+    waiting_tokens: float  # prompt tokens to be computed there
+    num_blocks: float  # in use
+    num_requests: float
+
+
+class Holdings(Protocol):
+    """What workers hold. Thread-safe."""
+
+    def match(self, hashes: Hashes, targets: Sequence[tuple[str, int]]) -> Floats:
+        """Return the blocks that each (worker, rank) holds from a prompt's start, [3, targets]: on its device, on
+        device or in host memory, anywhere.
+        """
+        ...
+
+    def predict(self, target: tuple[str, int], hashes: Hashes) -> None:
+        """Count blocks that are being computed there as held for a while. The array is kept."""
+
+
+class WorkerFollower(Protocol):
+    """Knows something of workers, and must be told which there are."""
+
+    def follow(self, workers: Mapping[str, WorkerRecord]) -> None:
+        """Take the whole present view; those that are missing are forgotten."""
+
+    @property
+    def problem(self) -> str:
+        """Why it can learn nothing new now; "": it can."""
+
+    def close(self) -> None: ...
+
+
+HashPrompt = Callable[[RoutingRequest, int], Hashes]  # request, tokens per block -> public hashes of full blocks

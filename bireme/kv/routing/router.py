@@ -1,0 +1,516 @@
+"""Which workers serve a request.
+
+A `WorkerRouter` decides placements and is told how they went and which workers there are; pipelines keep no accounts of
+their own. In mode kv the worker with the lowest cost wins (with a temperature, it is the likeliest):
+
+    prefill_weight x (this prompt - what the worker holds of it) / tokens_per_block
+    + waiting_weight x prompt tokens that wait there / tokens_per_block
+    + decode_weight x blocks in use there, with this prompt's
+
+What a worker does not hold also takes the place of older blocks. So it is dearer where the pool turns over faster than
+the others', by turnover_weight where that is twice the mean, and cheaper where it turns over more slowly. Otherwise a
+prefix that all prompts share would keep them on one worker, whose pool overflows while others' are empty.
+
+A prefill worker has the first two lines alone. A decode worker that gets its KV from prefill pays for what it does not
+hold at the price of a transfer, and nothing for what waits.
+
+Load is the worker's own report, and what this router has sent since: several routers agree without talking to each
+other. What a worker holds is known from its KV events, and for a while from placements whose events are still to come,
+so that a burst of requests with one new prefix goes where it is being computed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bireme.config import BusyRule, RouterConfig, RoutingMode, split_worker
+from bireme.discovery.records import WorkerRecord, can_transfer
+from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
+from bireme.kv.routing.active import NO_BLOCKS, SentRequest
+from bireme.kv.routing.block_uses import BlockUses
+from bireme.kv.routing.placement import (
+    Candidate,
+    Floats,
+    Hashes,
+    HashPrompt,
+    Holdings,
+    Mask,
+    Placement,
+    RoutingRequest,
+    WorkerFollower,
+)
+from bireme.kv.routing.sessions import SessionTable
+from bireme.kv.routing.targets import DEFAULT_TOKENS_PER_BLOCK, StageTargets, Target
+from bireme.kv.wire.event_wire import WorkerLoad
+
+DOWN_S, MAX_DOWN_S = 1.0, 8.0  # how long a lost worker is skipped, unless it is the only one; doubles with each loss
+MAX_RETRY_S = 60  # that a refused request is told to wait
+_EVEN = 1e-9  # costs that differ by less are even
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a KV block costs at a stage, in the unit of all costs."""
+
+    new: float  # that the worker does not hold
+    waiting: float  # of prompts that wait there
+    used: float  # by running requests
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """A stage's part of a placement."""
+
+    target: Target
+    reason: str
+    hashes: Hashes | None  # of the prompt's full blocks; None: nobody keeps an account of them
+    cached_tokens: int | None
+
+
+class WorkerRouter:
+    """Used on one loop's thread; must be quick."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        mode: RoutingMode,
+        *,
+        enforce_disaggregation: bool = False,
+        holdings: Holdings | None = None,
+        hash_prompt: HashPrompt | None = None,
+        loads: Mapping[str, WorkerLoad] | None = None,
+        followers: Sequence[WorkerFollower] = (),
+        clock: Callable[[], float] = time.monotonic,
+        draw: random.Random | None = None,
+    ) -> None:
+        """`holdings` and `hash_prompt`: mode kv needs both. `loads`: by worker, kept up to date by its owner.
+
+        Without loads, load plays no part and none is counted. `followers` are told of workers, and closed at the end.
+        """
+        self.mode, self._config, self._must_transfer = mode, config, enforce_disaggregation
+        self._holdings, self._hash_prompt, self._followers = holdings, hash_prompt, tuple(followers)
+        self._counts_load = loads is not None
+        self._clock, self._draw = clock, draw or random.Random()
+        uses = BlockUses() if self._counts_load and hash_prompt is not None else None
+        self._stages = {
+            name: StageTargets({} if loads is None else loads, uses, config.turnover_weight)
+            for name in ("prefill", "decode")
+        }
+        self._turns = dict.fromkeys(self._stages, -1)
+        self._records: Mapping[str, WorkerRecord] = {}
+        self._down_until: dict[str, float] = {}
+        self._skip_s: dict[str, float] = {}  # how long the next loss lasts, of workers that were lost lately
+        self._silent: set[str] = set()  # servers
+        self._sessions = SessionTable(config.session_ttl_s, config.max_sessions)
+
+    def set_workers(self, workers: Mapping[str, WorkerRecord]) -> None:
+        """Take the whole present view: worker id (`decode_1`, or `decode_1@host:8001` on another server) -> record.
+
+        Those that drain get nothing new. A worker that is missing has left or was lost; what runs there is its
+        caller's.
+        """
+        for worker in [name for name in self._skip_s if _life(workers, name) != _life(self._records, name)]:
+            self._forget_losses(worker)  # its engine is another one
+        self._records = workers
+        for name, stage in self._stages.items():
+            stage.set_workers({worker: record for worker, record in workers.items() if record.stage == name})
+        for follower in self._followers:
+            follower.follow(workers)
+
+    @property
+    def problem(self) -> str:
+        """Why placements rest on an old view of what workers hold and do; "": they don't."""
+        return "; ".join(problem for follower in self._followers if (problem := follower.problem))
+
+    def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
+        """Choose workers, none of `avoid` if there is another.
+
+        `finished` must follow every placement. Raises UnavailableError without a decode worker, ResourceExhaustedError
+        when all are busy, RequestError for a choice that can't be met.
+        """
+        now = self._clock()
+        placement, prefill, decode = self._decide(request, avoid, now)
+        if not self._counts_load:
+            return placement
+        sent = [(decode.target, _sent(decode, request, is_used=True, is_computed=prefill is None))]
+        if prefill is not None:
+            sent.append((prefill.target, _sent(prefill, request, is_used=False, is_computed=True)))
+        for target, part in sent:
+            self._stages[target.record.stage].add(target, part, now)
+        for choice in (prefill, decode):
+            if choice is not None and choice.hashes is not None and self._holdings is not None:
+                self._holdings.predict(choice.target.key, choice.hashes)
+        return _with_sent(placement, tuple(sent))
+
+    def preview(self, request: RoutingRequest) -> tuple[Placement, list[Candidate]]:
+        """Return what `place` would decide now, and all workers with their costs; nothing is counted.
+
+        A mode that takes turns has had its turn.
+        """
+        now = self._clock()
+        placement, prefill, _ = self._decide(request, (), now)
+        candidates: list[Candidate] = []
+        for name, stage in self._stages.items():
+            has_prefill = prefill is not None or not stage.targets
+            hashes = self._hash(request, stage) if stage.targets else None
+            held, cached = self._held(stage, request, hashes)
+            costs = self._costs(stage, self._prices(name, has_prefill), request, hashes, held, now)
+            waiting = stage.waiting_tokens(now)
+            candidates += [
+                Candidate(
+                    target.worker, target.dp_rank, round(float(costs[at]), 6),
+                    _cached_tokens(stage, request, cached[at]), float(waiting[at]), float(stage.blocks[at]),
+                    float(stage.requests[at]),
+                )
+                for at, target in enumerate(stage.targets)
+            ]  # fmt: skip
+        return placement, candidates
+
+    def prefilled(self, placement: Placement) -> None:
+        """The prompt has been computed, its first token is there."""
+        now = self._clock()
+        for target, sent in placement.sent:
+            stage = self._stages[target.record.stage]
+            stage.prefilled(target, sent, now)
+            if target.worker == placement.prefill:
+                stage.free(target, sent)
+
+    def finished(self, placement: Placement) -> None:
+        """Nothing of this placement is running any more."""
+        for target, sent in placement.sent:
+            self._stages[target.record.stage].free(target, sent)
+
+    def note_down(self, worker: str) -> None:
+        """The worker was lost, or could not be reached. Requests that were lost together count once."""
+        now = self._clock()
+        if self._down_until.get(worker, 0.0) > now:
+            return
+        skip_s = self._skip_s.get(worker, DOWN_S)
+        self._down_until[worker], self._skip_s[worker] = now + skip_s, min(2 * skip_s, MAX_DOWN_S)
+
+    def note_up(self, worker: str) -> None:
+        """The worker has answered."""
+        if worker not in self._skip_s:
+            return
+        self._down_until.pop(worker, None)
+        self._skip_s[worker] /= 2
+        if self._skip_s[worker] < DOWN_S:
+            del self._skip_s[worker]
+
+    def note_silence(self, server: str, is_silent: bool) -> None:
+        """The host of another server does not answer, or does again: its workers come back as those that were lost."""
+        if is_silent:
+            self._silent.add(server)
+        elif server in self._silent:
+            self._silent.discard(server)
+            for worker in self._workers_of([server]):
+                self.note_down(worker)
+
+    def close(self) -> None:
+        for follower in self._followers:
+            follower.close()
+
+    def _decide(
+        self, request: RoutingRequest, avoid: Collection[str], now: float
+    ) -> tuple[Placement, StageChoice | None, StageChoice]:
+        """Choose decode first: what it holds says whether prefill is worth its transfer."""
+        if self._counts_load:
+            for stage in self._stages.values():
+                stage.sync()
+        skipped = {*avoid, *self._down(now)}
+        may_transfer = not request.is_resumed and (request.has_transfer or self._must_transfer)
+        prefills, choice = self._stages["prefill"], request.options.routing
+        sources = prefills.allowed(skipped)
+        if not sources.any() and self._must_transfer:
+            sources = prefills.is_ready  # all are down; the caller's pauses wait for their return
+        if self._must_transfer and may_transfer and not sources.any():
+            raise UnavailableError("no prefill worker takes requests now (pipeline.enforce_disaggregation); try again")
+        has_prefill = bool(may_transfer and sources.any())
+        decodes = self._stages["decode"]
+        allowed = next((some for some in map(decodes.allowed, (skipped, avoid, ())) if some.any()), None)
+        if allowed is None:
+            raise UnavailableError("no decode worker takes requests now; try again")
+        is_named = bool(choice.prefill_worker or choice.prefill_dp_rank is not None)
+        if has_prefill and choice.prefill_worker in self._records:
+            reached = allowed & self._reached(self._records[choice.prefill_worker])
+            allowed = reached if reached.any() else allowed
+        decode = self._choose("decode", allowed, request, self._prices("decode", has_prefill), now)
+        prefill: StageChoice | None = None
+        is_short = False
+        if has_prefill:
+            reach = self._reach(decode.target.record)
+            is_short = not choice.prefill_worker and self._is_short(request, decode)
+            if ((sources & reach).any() or is_named) and not is_short:
+                prefill = self._choose("prefill", sources & reach, request, self._prices("prefill", True), now, reach)
+        source = prefill or decode
+        return (
+            Placement(
+                prefill.target.worker if prefill is not None else None,
+                decode.target.worker,
+                prefill.target.dp_rank if prefill is not None else None,
+                decode.target.dp_rank,
+                decode.reason,
+                is_short,
+                source.cached_tokens,
+            ),
+            prefill,
+            decode,
+        )
+
+    def _choose(
+        self, name: str, allowed: Mask, request: RoutingRequest, prices: Prices, now: float, reach: Mask | None = None
+    ) -> StageChoice:
+        """Choose one of a stage's workers: by the request itself, by its session, by the mode.
+
+        `reach`: those that can do this request's part; None: all can.
+        """
+        stage, choice = self._stages[name], request.options.routing
+        mode = self._mode(choice.mode)
+        wanted, rank = (
+            (choice.decode_worker, choice.decode_dp_rank)
+            if name == "decode"
+            else (choice.prefill_worker, choice.prefill_dp_rank)
+        )
+        reason = "only"
+        if (wanted or rank is not None) and not request.is_resumed:
+            allowed, reason = self._named(name, wanted, rank, reach), "direct"
+        elif mode == "direct" and name == "decode" and not request.is_resumed:
+            raise RequestError(
+                "routing.decode_worker: missing; this deployment's clients choose their worker, send one"
+            )
+        if not request.is_resumed and (rules := self._rules(request.options.priority)):
+            allowed = _not_busy(name, stage, allowed, rules, now)
+        hashes = self._hash(request, stage)
+        held, cached = self._held(stage, request, hashes)
+        if request.options.session_id and len(stage.targets) > 1:
+            names = [worker for worker, may in zip(stage.workers, allowed, strict=True) if may]
+            worker = self._sessions.worker(request.options.session_id, name, names, now)
+            allowed = allowed & np.array([one == worker for one in stage.workers], bool)
+            reason = "session" if reason == "only" else reason
+        if np.count_nonzero(allowed) == 1:
+            index = int(allowed.argmax())
+        else:
+            reason = mode if reason == "only" else reason
+            index = self._by_mode(mode, name, allowed, request, prices, hashes, held, now)
+        known = _cached_tokens(stage, request, cached[index]) if self._holdings is not None else None
+        return StageChoice(stage.targets[index], reason, hashes, known)
+
+    def _by_mode(
+        self,
+        mode: RoutingMode,
+        name: str,
+        allowed: Mask,
+        request: RoutingRequest,
+        prices: Prices,
+        hashes: Hashes | None,
+        held: Floats,
+        now: float,
+    ) -> int:
+        stage, draw = self._stages[name], self._draw
+        if mode == "kv":
+            costs = self._costs(stage, prices, request, hashes, held, now)
+            return draw_cost(costs, allowed, stage.requests, self._config.temperature, draw)
+        if mode == "least_loaded":
+            return draw_cost(stage.requests, allowed, stage.blocks, 0.0, draw)
+        if mode == "power_of_two":
+            pair = np.zeros(len(allowed), bool)
+            pair[draw.sample(np.flatnonzero(allowed).tolist(), 2)] = True
+            return draw_cost(stage.requests, pair, stage.blocks, 0.0, draw)
+        if mode == "random":
+            return _draw_even(allowed, draw)
+        places = np.flatnonzero(allowed)
+        self._turns[name] = int(places[np.searchsorted(places, self._turns[name], "right") % len(places)])
+        return self._turns[name]
+
+    def _mode(self, wanted: RoutingMode | None) -> RoutingMode:
+        if wanted is None or wanted == self.mode:
+            return self.mode
+        if wanted == "kv" and self._holdings is None:
+            raise RequestError("routing.mode: kv; this deployment does not follow what workers hold (router.mode)")
+        if wanted in ("least_loaded", "power_of_two") and not self._counts_load:
+            raise RequestError(f"routing.mode: {wanted}; this deployment does not follow workers' load (router.mode)")
+        return wanted
+
+    def _named(self, name: str, worker: str, rank: int | None, reach: Mask | None) -> Mask:
+        """Return the workers that a request asks for."""
+        stage = self._stages[name]
+        found = np.array(
+            [
+                (not worker or target.worker == worker) and (rank is None or target.key[1] == rank)
+                for target in stage.targets
+            ],
+            bool,
+        )
+        if worker and worker not in stage.workers:
+            known = ", ".join(sorted(set(stage.workers))[:8])
+            raise RequestError(f"routing.{name}_worker: no worker {worker[:100]!r}; there are {known or 'none'}")
+        if not found.any():
+            raise RequestError(f"routing.{name}_dp_rank: {rank}; no such rank of {worker or 'any worker'}")
+        if not (found & stage.is_ready).any():
+            raise UnavailableError(f"routing.{name}_worker: {worker or 'all'} takes no new requests; choose another")
+        found = found & stage.is_ready
+        if reach is None:
+            return found
+        if not (found & reach).any():
+            raise RequestError(
+                f"routing.{name}_worker: the KV of {worker or 'all'} can't get to the decode worker;"
+                " name two on one host, or one of them alone"
+            )
+        return found & reach
+
+    def _rules(self, priority: float) -> list[BusyRule]:
+        return [rule for rule in self._config.busy if priority <= rule.up_to_priority]
+
+    def _reach(self, decode: WorkerRecord) -> Mask:
+        """Return the prefill workers whose KV can get to a decode worker."""
+        targets = self._stages["prefill"].targets
+        return np.array([can_transfer(target.record, decode) for target in targets], bool)
+
+    def _reached(self, prefill: WorkerRecord) -> Mask:
+        """Return the decode workers that a prefill worker's KV can get to."""
+        targets = self._stages["decode"].targets
+        return np.array([can_transfer(prefill, target.record) for target in targets], bool)
+
+    def _is_short(self, request: RoutingRequest, decode: StageChoice) -> bool:
+        """Whether decode computes what it lacks of the prompt in less of its time than a transfer costs."""
+        config, capacity = self._config, decode.target.record.capacity
+        num_new = len(request.prompt) - (decode.cached_tokens or 0)
+        if self._must_transfer or (capacity is not None and num_new > capacity.max_num_tokens):
+            return False
+        return num_new * config.prefill_ms_per_token < config.transfer_ms + num_new * config.transfer_ms_per_token
+
+    def _prices(self, stage: str, has_prefill: bool) -> Prices:
+        config = self._config
+        if stage == "prefill":
+            return Prices(config.prefill_weight, config.waiting_weight, 0.0)
+        if not has_prefill:
+            return Prices(config.prefill_weight, config.waiting_weight, config.decode_weight)
+        share = config.transfer_ms_per_token / config.prefill_ms_per_token if config.prefill_ms_per_token else 0.0
+        return Prices(config.prefill_weight * share, 0.0, config.decode_weight)
+
+    def _hash(self, request: RoutingRequest, stage: StageTargets) -> Hashes | None:
+        if self._hash_prompt is None:
+            return None
+        return self._hash_prompt(request, stage.tokens_per_block)
+
+    def _held(self, stage: StageTargets, request: RoutingRequest, hashes: Hashes | None) -> tuple[Floats, Floats]:
+        """Return how many of the prompt's blocks each worker holds: lower tiers' at their credit, and in any tier."""
+        if self._holdings is None or hashes is None:
+            nothing = np.zeros(len(stage.targets))
+            return nothing, nothing
+        device, host, anywhere = self._holdings.match(hashes, stage.keys)
+        if not (device != anywhere).any():  # nothing lies in lower tiers alone
+            return device, anywhere
+        credit = self._config.host_credit * (host - device) + self._config.disk_credit * (anywhere - host)
+        return device + credit, anywhere
+
+    def _costs(
+        self,
+        stage: StageTargets,
+        prices: Prices,
+        request: RoutingRequest,
+        hashes: Hashes | None,
+        held: Floats,
+        now: float,
+    ) -> Floats:
+        """Return each worker's cost of this request, in KV blocks."""
+        size = stage.tokens_per_block
+        new = (len(request.prompt) / size - held) * stage.block_prices
+        waiting = stage.waiting_tokens(now) / size
+        hashes = NO_BLOCKS if hashes is None else hashes
+        if prices.waiting and len(hashes):  # a prompt does not queue behind its own beginning: it needs that anywhere
+            waiting = np.maximum(waiting - stage.computing_blocks(hashes, held), 0.0)
+        if prices.new == prices.waiting:  # what is held saves at the most what there is to do
+            costs = prices.new * np.maximum(new + waiting, 0.0)
+        else:
+            costs = prices.new * new + prices.waiting * waiting
+        if prices.used:
+            # What other routers' requests use there may be this prompt's blocks, as far as the worker holds them.
+            shared = np.maximum(stage.shared_blocks(hashes), np.minimum(np.floor(held), stage.other_blocks))
+            costs += prices.used * (stage.blocks + len(hashes) - shared)
+        return costs
+
+    def _down(self, now: float) -> set[str]:
+        if not self._down_until and not self._silent:
+            return set()
+        self._down_until = {worker: until for worker, until in self._down_until.items() if until > now}
+        return self._down_until.keys() | self._workers_of(self._silent)
+
+    def _workers_of(self, servers: Collection[str]) -> set[str]:
+        return {worker for worker in self._records if split_worker(worker)[1] in servers}
+
+    def _forget_losses(self, worker: str) -> None:
+        del self._skip_s[worker]
+        self._down_until.pop(worker, None)
+
+
+def _life(workers: Mapping[str, WorkerRecord], worker: str) -> int:
+    return workers[worker].life if worker in workers else 0
+
+
+def draw_cost(costs: Floats, allowed: Mask, ties: Floats, temperature: float, draw: random.Random) -> int:
+    """Return one of the allowed: of the lowest costs that with the lowest `ties`, or by a softmax of the costs.
+
+    Probabilities are proportional to exp(-cost / (highest - lowest) / temperature), as in Dynamo's router.
+    """
+    if temperature:
+        places = np.flatnonzero(allowed)
+        some = costs[places]
+        low, span = some.min(), float(np.ptp(some))
+        weights = np.exp(-(some - low) / span / temperature) if span > _EVEN else np.ones(len(places))
+        return int(draw.choices(places.tolist(), weights.tolist())[0])
+    costs = np.where(allowed, costs, np.inf)
+    cheapest = (costs <= costs.min() + _EVEN).nonzero()[0]
+    if len(cheapest) > 1:
+        second = ties[cheapest]
+        cheapest = cheapest[second <= second.min() + _EVEN]
+    return int(draw.choice(cheapest.tolist()))
+
+
+def _draw_even(allowed: Mask, draw: random.Random) -> int:
+    return int(draw.choice(np.flatnonzero(allowed).tolist()))
+
+
+def _not_busy(name: str, stage: StageTargets, allowed: Mask, rules: list[BusyRule], now: float) -> Mask:
+    """Return the allowed that are not busy. Raises ResourceExhaustedError when all are."""
+    busy_s = stage.busy_s(rules, now)
+    free: Mask = allowed & (busy_s == 0)
+    if not free.any():
+        retry_s = min(max(1, math.ceil(busy_s[allowed].min())), MAX_RETRY_S)
+        raise ResourceExhaustedError(
+            f"{name}: all {np.count_nonzero(allowed)} workers are busy (router.busy); try again in {retry_s} s",
+            retry_after_s=retry_s,
+        )
+    return free
+
+
+def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_computed: bool) -> SentRequest:
+    """Return what a worker is sent: a prompt whose blocks it uses from now on, that it computes, or both."""
+    hashes = choice.hashes if choice.hashes is not None else NO_BLOCKS
+    used = hashes if is_used else NO_BLOCKS
+    num_cached = choice.cached_tokens or 0
+    num_new = len(request.prompt) - num_cached
+    num_held = num_cached // (choice.target.record.tokens_per_block or DEFAULT_TOKENS_PER_BLOCK) if num_cached else 0
+    missing = hashes[num_held:]
+    if not is_computed:
+        return SentRequest(used, 0, num_new=len(missing))
+    return SentRequest(used, num_new, missing, len(request.prompt), len(missing))
+
+
+def _cached_tokens(stage: StageTargets, request: RoutingRequest, num_blocks: float) -> int:
+    """Return the tokens that an engine takes from its cache: it computes at least the last one."""
+    size = stage.tokens_per_block
+    return min(int(num_blocks), (len(request.prompt) - 1) // size) * size
+
+
+def _with_sent(placement: Placement, sent: tuple[tuple[Target, SentRequest], ...]) -> Placement:
+    return Placement(
+        placement.prefill, placement.decode, placement.prefill_dp_rank, placement.decode_dp_rank, placement.reason,
+        placement.is_short, placement.cached_tokens, sent,
+    )  # fmt: skip
