@@ -3,11 +3,11 @@
 Every value is checked here against its range and the recipe's limits (sampling values in sampling.py); an error names
 field, value, limit and remedy.
 
-vllm_backend's contract holds if and only if an input is given that only vllm_backend has (VLLM_ONLY): the prompt is
+vllm_backend's contract holds if and only if an input is given that only vllm_backend has (VLLM_ONLY). The prompt is
 echoed when not streaming, and a response holds text_output and what a `return_*` input or the request's list of outputs
-asks for; finish_reason is "None" until the end, `logprobs` is null unless the sampling parameters ask for some, and
-there are 16 tokens unless they say how many. Otherwise tensorrtllm_backend's names and this project's own answer: no
-echo, and finish_reason, usage and the rest unasked. `stream` absent means false in both, as with the peers; a model
+asks for. Then finish_reason is "None" until the end, `logprobs` is null unless the sampling parameters ask for some,
+and there are 16 tokens unless they say how many. Otherwise tensorrtllm_backend's names and this project's own answer:
+no echo, and finish_reason, usage and the rest unasked. `stream` absent means false in both, as with the peers; a model
 can't tell the HTTP endpoint `generate_stream` from `generate`, so its clients send `"stream": true`.
 """
 

@@ -5,9 +5,9 @@ stays unset, 0 and false are values. Names are tensorrtllm_backend's and vllm's,
 parameters with other names belong to others (tracing, proxies) and are ignored; unknown keys of `sampling_parameters`
 are refused with the nearest name.
 
-Clamped, not refused: max_tokens beyond the context (the engine ends with `length`; OpenAI and vLLM refuse that, and
-here 2**31 and more is refused, which no context holds), top_k -1 (off), and top_p 0 beside top_k (TensorRT-LLM's way to
-say off).
+Clamped, not refused, are top_k -1 (off), top_p 0 beside top_k (TensorRT-LLM's form of off) and max_tokens beyond the
+context. (The engine ends with `length`; OpenAI and vLLM refuse that, and here 2**31 and more is refused, which no
+context holds.)
 """
 
 from __future__ import annotations

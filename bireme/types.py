@@ -55,10 +55,10 @@ class Response(Protocol):
     """One response on its way to a client.
 
     It may have four more attributes, all optional:
-    `num_bytes: int`     its size in the buffer of a slow reader (size_of guesses otherwise);
-    `is_urgent: bool`    true: it goes before other streams' middle responses;
-    `is_last: bool`      true: nothing follows, so the final flag travels with it (one send fewer);
-    `parameters: dict`   response parameters, dropped on a Triton before 25.02, so never the only place.
+        `num_bytes: int`     its size in the buffer of a slow reader (size_of guesses otherwise);
+        `is_urgent: bool`    true: it goes before other streams' middle responses;
+        `is_last: bool`      true: nothing follows, so the final flag travels with it (one send fewer);
+        `parameters: dict`   response parameters, dropped on a Triton before 25.02, so never the only place.
     """
 
     def merge(self, later: Response) -> Response | None:

@@ -2,7 +2,7 @@
 
 The output after n tokens depends on those tokens alone, not on how they were cut into pushes. At most three bytes, the
 start of a character, are held back; `flush` returns them as U+FFFD. All pieces together are what decoding all tokens at
-once gives, with one exception: for a run of byte tokens that is not valid UTF-8 a SentencePiece decoder makes only
+once gives, with one exception. For a run of byte tokens that is not valid UTF-8 a SentencePiece decoder makes only
 U+FFFD, also of its valid characters; here those stay, because they went out before the run's end was known.
 """
 

@@ -2,7 +2,7 @@
 
 A send is a blocking round trip (90-180 us). Meanwhile the streams' buffers fill, and the next flush sends them merged;
 an idle sender sends at once. Four threads saturate the stub (measured) and would take all CPU from the engine and from
-starting requests: hence the rests (sender.py) after a long turn and, while a burst of requests starts, after any;
+starting requests. Hence the pauses (sender.py) after a long turn and, while a burst of requests starts, after any;
 urgent responses do not wait for their end.
 """
 

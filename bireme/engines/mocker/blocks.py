@@ -1,7 +1,7 @@
 """The mocker's KV capacity: blocks counted as a real pool would, with a prefix cache, without bytes.
 
 Blocks are known by their content: the prompt's, and those that an answer has filled. The least recently used go first.
-A block that is held has all before it held too, in use or not, so a prompt's blocks are not looked at one by one: of
+A block that is held has all before it held too, in use or not, so a prompt's blocks are not looked at one by one. Of
 60,000 tokens that would cost a request more than all else that the mocker does for it. For the same reason the blocks
 of the last request that ran are taken out of use when the next one has taken its own, as a rule nearly the same.
 """

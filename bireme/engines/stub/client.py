@@ -7,7 +7,7 @@ A stub that shares its worker with others has a broker's link in the supervisor'
 then all stubs' and ends with the last of them.
 
 A request belongs to exactly one life of the engine (one run of its process): when that ends, its sink gets `finish`
-with UNAVAILABLE at once, and each bus an encoded Step(lost=True); a bus ends with the life it was opened in.
+with UNAVAILABLE at once. Each bus gets an encoded Step(lost=True) and ends with the life it was opened in.
 """
 
 from __future__ import annotations

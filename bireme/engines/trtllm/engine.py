@@ -2,7 +2,7 @@
 
 Requests are touched only on the loop's thread; `submit` plans a request on the caller's thread and posts it. A request
 that TensorRT-LLM refuses ends alone. Any other error, and errors of requests that one of our own shares (faults.py),
-mean that the engine is dying: the process ends at once, without teardown (which may block on a dead rank), and its
+mean that the engine is dying. The process ends at once, without teardown (which may block on a dead rank), and its
 supervisor fails the open requests and starts another.
 """
 

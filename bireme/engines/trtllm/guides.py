@@ -1,10 +1,10 @@
 """From a checked guide to GuidedDecodingParams' keyword arguments: exactly one field, or a refusal with its reason.
 
-TensorRT-LLM compiles a JSON schema with any amount of white space between its parts, which a model can fill its
-whole answer with. Here a schema becomes a grammar of one layout first, as in the embedded engine (unless
-`guided_decoding_config.any_whitespace` is set), by the same xgrammar that TensorRT-LLM then compiles it with; and
-what follows reasoning becomes a grammar that begins with free text. Both are xgrammar's dialect: llguidance gets
-schemas as they are, and no `reasoning_end`.
+TensorRT-LLM compiles a JSON schema with any amount of white space between its parts, which a model can fill its whole
+answer with. Here a schema becomes a grammar of one layout first, as in the embedded engine (unless
+`guided_decoding_config.any_whitespace` is set), by the same xgrammar that TensorRT-LLM then compiles it with. What
+follows reasoning becomes a grammar that begins with free text. Both are xgrammar's dialect: llguidance gets schemas as
+they are, and no `reasoning_end`.
 """
 
 from __future__ import annotations

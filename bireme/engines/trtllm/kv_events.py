@@ -4,11 +4,11 @@ Theirs name blocks by a hash of their own (unsigned 64 bits, which may arrive si
 public one, chained from the tokens, so that it is equal across workers and engines. Event ids count up by one a rank. A
 gap, or an event that can't be read, means lost events: what readers know of this rank is invalid then.
 
-A picture's places are told in three forms, each read as placeholders and its hash, as a router hashes them: the
+A picture's places come in three forms, each read as placeholders and its hash, as a router hashes them. These are the
 placeholder itself or a token beyond the vocabulary, with `mm_keys`; and by KV cache manager V2 its digest in the first
-place and tokens beyond the vocabulary in the others. Of a model of text alone such a block has no name.
-Releases whose events do not name their owners show a salted or an adapter's request like any other: `expect_owned` says
-which prompts these are, so that their blocks are not published under hashes of plain prompts.
+place and tokens beyond the vocabulary in the others. Of a model of text alone such a block has no name. Releases whose
+events do not name their owners show a salted or an adapter's request like any other: `expect_owned` says which prompts
+these are, so that their blocks are not published under hashes of plain prompts.
 """
 
 from __future__ import annotations

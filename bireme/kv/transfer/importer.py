@@ -3,8 +3,8 @@
 Runs on the control thread; only `_load_ready` and `done` run on the copier. A fetch waits for room, is claimed, and its
 chunks are taken as they come; `done` is called once, after the last of them has been written or the fetch has failed.
 
-Where the exporter writes to memory of this process, that memory is used again only when no write can arrive any more:
-the exporter has said so, or the backend has cut off all writers, which waits until no transfer needs them.
+Where the exporter writes to memory of this process, that memory is used again only when no write can arrive any more.
+The exporter has said so, or the backend has cut off all writers, which waits until no transfer needs them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ has acknowledged, and answers whether it did: an importer that was too slow may 
 count for nothing without that word.
 
 Where the importer can't map the memory (two GPUs without peer access, containers that don't share IPC, engines of two
-users) the rows go through files in /dev/shm, from the next transfer on; so do rows outside of what can be mapped.
+users) the rows go through files in /dev/shm, from the next transfer on. So do rows outside of what can be mapped.
 """
 
 from __future__ import annotations

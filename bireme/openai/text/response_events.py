@@ -3,7 +3,7 @@
     answer -> EventStream -> EventLog, ten times a second -> the store -> tell, for each reader, in any process
 
 No reader is waited for. Where the answer begins anew (its process has died, or an attempt has failed after a token), so
-do its events, with response.created under a number that leaves one out: that is how a reader that was following learns
+do its events, with response.created under a number that leaves one out. That is how a reader that was following learns
 of it, and its connection is ended, so that its client asks again. The last event is made of the kept response itself.
 """
 

@@ -1,7 +1,7 @@
 """The engine of an embedding worker: texts of many requests in one pass, sorted by length.
 
 A pass begins with the longest waiting text of one request, requests taking turns, and is filled with the texts of all
-requests that are shorter, down to half of its length: so a text is padded to twice its length at most, and a request
+requests that are shorter, down to half of its length. So a text is padded to twice its length at most, and a request
 with thousands of texts holds up nobody. Passes keep to `max_num_tokens` (padding included) and `max_batch_size`.
 """
 

@@ -67,9 +67,9 @@ def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[Non
 
 @contextlib.contextmanager
 def without_symbols() -> Iterator[None]:
-    """Have a model made whose tensors have no memory yet without the import of sympy, with which torch would check
-    what it draws or counts there: embeddings draw no weights, since a checkpoint's come, and what is counted is small
-    and has memory.
+    """Have a model made whose tensors have no memory yet without the import of sympy, with which torch would check what
+    it draws or counts there. Embeddings draw no weights, since a checkpoint's come, and what is counted is small and
+    has memory.
     """
     count = torch.arange
     with (
