@@ -9,6 +9,7 @@ import msgspec
 
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
+from bireme.openai.text.listed_texts import ListedTexts
 from bireme.parameters import BY_NAME
 from bireme.pipelines.chat_request import (
     OpenAIBody,
@@ -27,6 +28,7 @@ REFUSED = {
     "max_completion_tokens": "belongs to /v1/chat/completions; send max_tokens",
     **REFUSED_NAMES,
 }
+_PROMPTS = ListedTexts("prompt", "a string", "prompts", "limits.max_prompts")
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MAX_LOGPROBS = BY_NAME["logprobs"].openai_high
 
@@ -115,20 +117,8 @@ def _check_scores_prompts(recipe: Recipe) -> None:
 
 
 def _prompts(prompt: str | list[str | int | list[int]], limits: Limits) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        return [_text(prompt, "prompt")]
-    if not prompt:
-        raise RequestError("prompt: empty; send a string, token ids, or a list of either")
-    if all(isinstance(item, int) for item in prompt):
-        return [[item for item in prompt if isinstance(item, int)]]
-    if len(prompt) > limits.max_prompts:
-        raise RequestError(f"prompt: {len(prompt)} prompts; limits.max_prompts is {limits.max_prompts}, send fewer")
-    prompts: list[str | list[int]] = []
-    for at, item in enumerate(prompt):
-        if isinstance(item, int):
-            raise RequestError(f"prompt[{at}]: a token id among prompts; send either ids or prompts")
-        prompts.append(_text(item, f"prompt[{at}]") if isinstance(item, str) else item)
-    return prompts
+    given = _PROMPTS.split(prompt, limits.max_prompts)
+    return [_text(one, where) if isinstance(one, str) else one for where, one in given]
 
 
 def _text(text: str, where: str) -> str:

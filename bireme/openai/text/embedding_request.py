@@ -9,9 +9,11 @@ import numpy as np
 
 from bireme.config import Limits
 from bireme.errors import RequestError
+from bireme.openai.text.listed_texts import ListedTexts
 from bireme.pipelines.chat_request import check_metadata
 from bireme.request import Ids, check_ids
 
+_INPUT = ListedTexts("input", "a text", "texts", "limits.max_embedding_inputs")
 _CUTS = "texts are not cut here: a part's embedding would pass for the whole's; shorten or split them"
 REFUSED = {
     "messages": "conversations are not embedded; send input",
@@ -71,23 +73,8 @@ def texts_of(body: EmbeddingsBody, limits: Limits) -> list[str | Ids]:
     check_metadata(body.metadata)
     if body.dimensions is not None and body.dimensions < 1:
         raise RequestError(f"dimensions: {body.dimensions}; at least 1")
-    given = body.input
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise RequestError("input: empty; send a text, token ids, or a list of either")
-    if all(isinstance(item, int) for item in given):
-        return [check_ids("input", np.array(given, object))]
-    if len(given) > limits.max_embedding_inputs:
-        raise RequestError(
-            f"input: {len(given)} texts; limits.max_embedding_inputs is {limits.max_embedding_inputs}, send fewer"
-        )
-    texts: list[str | Ids] = []
-    for at, item in enumerate(given):
-        if isinstance(item, int):
-            raise RequestError(f"input[{at}]: a token id among texts; send either ids or texts")
-        texts.append(item if isinstance(item, str) else check_ids(f"input[{at}]", np.array(item, object)))
-    return texts
+    given = _INPUT.split(body.input, limits.max_embedding_inputs)
+    return [one if isinstance(one, str) else check_ids(where, np.array(one, object)) for where, one in given]
 
 
 def pairs_of(body: ScoreBody) -> tuple[list[str], list[str]]:
