@@ -50,31 +50,32 @@ class Readiness:
 
     async def _ask(self) -> tuple[bool, dict[str, Any]]:
         models = list(self._models)
-        states = await asyncio.gather(*(_workers(model) for model in models))
-        is_ready = all(_can_answer(model, workers) for model, workers in zip(models, states, strict=True))
+        states = await asyncio.gather(*map(_workers, models))
+        can_answer = list(map(_can_answer, models, states))
         details = {model.name: workers for model, workers in zip(models, states, strict=True)}
         for video in self._videos:
-            is_there = await _in_time(video.is_ready())
-            details[video.name] = {"video_diffusion": READY if is_there else "not ready"}
-            is_ready = is_ready and is_there
-        followed = {model.name: told for model in models if (told := model.discovery_report())}
-        stale = {model.name: problem for model in models if (problem := model.services.router.problem)}
-        is_well = not stale and all(told["current"] and not told["refused"] for told in followed.values())
-        unusable = {store.name: store.problem for store in self._stores if store.problem}
-        is_well = (
-            is_well
-            and not unusable
-            and all(state in (READY, DRAINING) for workers in states for state in workers.values())
-        )
-        status = "not_ready" if not is_ready else "ready" if is_well else "degraded"
-        report: dict[str, Any] = {"status": status, "models": details}
-        if followed:
-            report["discovery"] = followed
-        if stale:
-            report["routing"] = stale
-        if unusable:
-            report["stores"] = unusable
-        return is_ready, report
+            can_answer.append(await _in_time(video.is_ready()))
+            details[video.name] = {"video_diffusion": READY if can_answer[-1] else "not ready"}
+        told: dict[str, dict[str, Any]] = {
+            "discovery": {model.name: model.discovery_report() for model in models},
+            "routing": {model.name: model.services.router.problem for model in models},
+            "stores": {store.name: store.problem for store in self._stores},
+        }
+        told = {part: shown for part, by_name in told.items() if (shown := _without_empty(by_name))}
+        is_ready = all(can_answer)
+        return is_ready, {"status": _status(is_ready, details, told), "models": details, **told}
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _status(is_ready: bool, details: dict[str, dict[str, str]], told: dict[str, dict[str, Any]]) -> str:
+    if not is_ready:
+        return "not_ready"
+    is_followed = all(report["current"] and not report["refused"] for report in told.get("discovery", {}).values())
+    is_well = all(state in (READY, DRAINING) for workers in details.values() for state in workers.values())
+    return "ready" if is_followed and is_well and not told.keys() & {"routing", "stores"} else "degraded"
 
 
 def _can_answer(model: FollowedModel, workers: dict[str, str]) -> bool:
