@@ -130,24 +130,18 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     """Return a server that is ready to run. Raises ConfigError."""
     override = with_discovery(os.environ.get("BIREME_OVERRIDE", ""), options.discovery)
     recipes = [load_recipe(path, override) for path in options.recipe or [None]]
-    addresses = _addresses(options.grpc, recipes)
-    metrics = Registry("frontend")
-    served = list(zip(recipes, addresses, strict=True))
-    models = Models([connect(recipe, address, metrics) for recipe, address in served if "decode" in recipe.workers])
-    embedders = EmbeddingModels(
-        [connect_embedding(recipe, address, metrics) for recipe, address in served if "embedding" in recipe.workers]
-    )
-    if bool(options.tls_cert) != bool(options.tls_key):
-        raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
-    tls = TlsFiles(Path(options.tls_cert), Path(options.tls_key)) if options.tls_cert else None
+    served = list(zip(recipes, _addresses(options.grpc, recipes), strict=True))
+    metrics, tls = Registry("frontend"), _tls(options.tls_cert, options.tls_key)
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"{'https' if tls else 'http'}://{host}:{options.port}"
+
+    def having(stage: str) -> list[tuple[Recipe, str | None]]:
+        return [(recipe, address) for recipe, address in served if stage in recipe.workers]
+
+    models = Models([connect(recipe, address, metrics) for recipe, address in having("decode")])
+    embedders = EmbeddingModels([connect_embedding(*one, metrics) for one in having("embedding")])
     videos = VideoModels(
-        [
-            connect_video(recipe, address, metrics, url)
-            for recipe, address in served
-            if "video_diffusion" in recipe.workers and address is not None
-        ]
+        [connect_video(recipe, at, metrics, url) for recipe, at in having("video_diffusion") if at is not None]
     )
     config = recipes[0].frontend
     keys, followed = _keys(options.api_keys, recipes[0], options.member)
@@ -155,11 +149,14 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     files = _kept_folder(recipes[0], config.files.folder, FILES, options.member)
     frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files,
                         [*followed, *([tls.followed] if tls else [])], embedders, options.host)  # fmt: skip
-    served_by = _uvicorn_config(frontend, options, config)
-    if tls is not None:
-        served_by.load()
-        served_by.ssl = tls.context
-    return _Server(served_by, frontend, options.member)
+    return _Server(_uvicorn_config(frontend, options, config, tls), frontend, options.member)
+
+
+def _tls(cert: str | None, key: str | None) -> TlsFiles | None:
+    """Raises ConfigError."""
+    if bool(cert) != bool(key):
+        raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
+    return TlsFiles(Path(cert), Path(key)) if cert and key else None
 
 
 def _addresses(given: list[str] | None, recipes: list[Recipe]) -> list[str | None]:
@@ -193,8 +190,10 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)  # type: ignore[arg-type]
 
 
-def _uvicorn_config(frontend: Frontend, options: argparse.Namespace, config: FrontendConfig) -> uvicorn.Config:
-    return uvicorn.Config(
+def _uvicorn_config(
+    frontend: Frontend, options: argparse.Namespace, config: FrontendConfig, tls: TlsFiles | None
+) -> uvicorn.Config:
+    served_by = uvicorn.Config(
         frontend,
         host=options.host,
         port=options.port,
@@ -211,6 +210,10 @@ def _uvicorn_config(frontend: Frontend, options: argparse.Namespace, config: Fro
         timeout_keep_alive=config.keep_alive_s,
         timeout_graceful_shutdown=options.drain_timeout,
     )
+    if tls is not None:
+        served_by.load()
+        served_by.ssl = tls.context
+    return served_by
 
 
 def _keys(path: str | None, recipe: Recipe, member: Member | None) -> tuple[ApiKeys | None, list[FollowedFiles]]:

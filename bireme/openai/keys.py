@@ -150,17 +150,7 @@ class ApiKeys:
 
         Every key is compared, in constant time, also after a match.
         """
-        if len(authorization) > 1 or len(api_key) > 1 or not (authorization or api_key):
-            raise _unauthorized("send one header `Authorization: Bearer KEY`, or `x-api-key: KEY`")
-        keys = set(api_key)
-        for value in authorization:
-            scheme, _, key = value.partition(b" ")
-            if scheme.lower() != b"bearer" or not key:
-                raise _unauthorized("send the key as `Authorization: Bearer KEY`, or as `x-api-key: KEY`")
-            keys.add(key)
-        if len(keys) > 1:
-            raise _unauthorized("Authorization and x-api-key hold different keys; send one of them")
-        (key,) = keys
+        key = _key_of(authorization, api_key)
         digest = hashlib.sha256(key).digest()
         found = [tenant for own, tenant in self._tenants if hmac.compare_digest(own, digest)]
         if not found:
@@ -170,6 +160,20 @@ class ApiKeys:
     def named(self, name: str) -> Tenant | None:
         """Return the tenant whose key has this name; None: there is none now."""
         return next((tenant for _, tenant in self._tenants if tenant.name == name), None)
+
+
+def _key_of(authorization: Sequence[bytes], api_key: Sequence[bytes]) -> bytes:
+    """Raises HttpError 401 unless the headers hold one key."""
+    if len(authorization) > 1 or len(api_key) > 1 or not (authorization or api_key):
+        raise _unauthorized("send one header `Authorization: Bearer KEY`, or `x-api-key: KEY`")
+    if not authorization:
+        return api_key[0]
+    scheme, _, key = authorization[0].partition(b" ")
+    if scheme.lower() != b"bearer" or not key:
+        raise _unauthorized("send the key as `Authorization: Bearer KEY`, or as `x-api-key: KEY`")
+    if api_key and api_key[0] != key:
+        raise _unauthorized("Authorization and x-api-key hold different keys; send one of them")
+    return key
 
 
 def load_keys(path: Path, share: Share = _whole) -> ApiKeys:

@@ -170,17 +170,19 @@ class UploadStore:
         old = [file for file in self._rows("WHERE expires_at <= ?", int(time.time())) if file.id not in used]
         for file in old:
             self.remove(file)
-        known = {row["id"] for row in self.database.read("SELECT id FROM files")}
-        limit = time.time() - _ABANDONED_S
-        lost = [path for path in self._folder.iterdir() if path.name not in known]
-        for path in lost:
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime < limit:
-                    path.unlink()
-        parts = self.database.read("SELECT name FROM parts WHERE made_at < ?", int(limit))
-        for name in (row["name"] for row in parts if not (self._folder / row["name"]).exists()):
-            self.database.write("DELETE FROM parts WHERE name = ?", name)
+        self._remove_lost(time.time() - _ABANDONED_S)
         return len(old)
+
+    def _remove_lost(self, limit: float) -> None:
+        """Remove content without a row, and rows of parts without content, that are older than `limit`."""
+        known = {row["id"] for row in self.database.read("SELECT id FROM files")}
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError):
+                if path.name not in known and path.stat().st_mtime < limit:
+                    path.unlink()
+        for row in self.database.read("SELECT name FROM parts WHERE made_at < ?", int(limit)):
+            if not (self._folder / row["name"]).exists():
+                self.database.write("DELETE FROM parts WHERE name = ?", row["name"])
 
     def close(self) -> None:
         """Harmless when called again."""

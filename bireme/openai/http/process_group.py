@@ -62,7 +62,7 @@ class _Group:
             process.start(self._arguments)
         while not self._pass_on():
             with contextlib.suppress(OSError):  # /proc can't be read now
-                self._succeed()
+                self._succeed(all(process.has_served for process in self._processes))
                 if self._watch is not None:
                     self._watch.turn()
             for process in self._processes:
@@ -99,9 +99,9 @@ class _Group:
                     process.signal(signal.SIGKILL)
         return max(abs(process.ended() or 0) for process in self._processes)
 
-    def _succeed(self, now: bool = False) -> None:
-        """Have the members of dead groups end, once ours serve."""
-        if not self._before or not (now or all(process.has_served for process in self._processes)):
+    def _succeed(self, now: bool) -> None:
+        """Have the members of dead groups end: once ours serve, or end themselves."""
+        if not self._before or not now:
             return
         if not self._kill_at:
             self._kill_at = time.monotonic() + self._end_s
