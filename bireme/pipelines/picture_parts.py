@@ -30,17 +30,25 @@ def show_result_pictures(messages: list[Message]) -> list[Message]:
     waiting: list[dict[str, Any]] = []
     for message in messages:
         role, content = message["role"], message["content"]
-        if role == "tool" and isinstance(content, list):
-            waiting += [part for part in content if part["type"] != "text"]
-            message = {**message, "content": "\n".join(part.get("text", _BELOW) for part in content)}
-        elif role == "user" and waiting:
-            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            message, waiting = {**message, "content": [*waiting, *parts]}, []
-        elif role != "tool" and waiting:
-            shown.append({"role": "user", "content": waiting})
+        if role == "tool":
+            pictures, content = _apart(content)
+            waiting += pictures
+        elif waiting:
+            if role == "user":
+                content = [*waiting, *(content if isinstance(content, list) else [{"type": "text", "text": content}])]
+            else:
+                shown.append({"role": "user", "content": waiting})
             waiting = []
-        shown.append(message)
+        shown.append({**message, "content": content})
     return [*shown, {"role": "user", "content": waiting}] if waiting else shown
+
+
+def _apart(content: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return a result's pictures and its text."""
+    if isinstance(content, str):
+        return [], content
+    pictures = [part for part in content if part["type"] != "text"]
+    return pictures, "\n".join(part.get("text", _BELOW) for part in content)
 
 
 class PictureCollector:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bireme.canary_mark import is_canary
+from bireme.child_process import Backoff
+from bireme.config import Recipe
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -101,8 +103,8 @@ class RequestPictures:
 
     async def _encode(self, copies: int) -> tuple[EncodeAnswer, str]:
         """Encode on one worker after another until one can. Returns the answer and the worker."""
-        recipe, began, losses, num_stalls = self._services.recipe, time.monotonic(), 0, 0
-        at, pause_s = secrets.randbelow(1 << 16), _FIRST_PAUSE_S
+        recipe, tries = self._services.recipe, _Tries(self._services.recipe)
+        at, pauses = secrets.randbelow(1 << 16), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             workers = self._services.stage_workers(recipe.encoder_stage)
             try:
@@ -110,21 +112,11 @@ class RequestPictures:
                     raise UnavailableError(f"no {recipe.encoder_stage} worker takes pictures now; try again")
                 worker = workers[at % len(workers)]
                 return await self._encode_on(worker, copies), worker
-            except UnreachableError:
-                if not recipe.discovery.is_shared or time.monotonic() - began > recipe.pipeline.stall_timeout_s:
-                    raise
-            except EngineLostError as error:
-                losses += 1
-                num_stalls += isinstance(error, EngineStalledError)  # perhaps for its sake: no third engine gets it
-                if losses > recipe.pipeline.migration_limit or num_stalls > 1:
-                    raise UnavailableError(f"{error}; tried {losses} times (pipeline.migration_limit)") from error
-            except UnavailableError:
-                if time.monotonic() - began > recipe.pipeline.stall_timeout_s:
-                    raise
+            except UnavailableError as error:
+                tries.count(error)
             at += 1
             if not workers or at % len(workers) == 0:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                await asyncio.sleep(pauses.next_s())
 
     async def _encode_on(self, worker: str, copies: int) -> EncodeAnswer:
         sources = tuple(one.source for one in self._sources)
@@ -157,6 +149,27 @@ class RequestPictures:
         if remaining_s <= 0:
             raise DeadlineExceededError("the request's time limit has passed, its images were not encoded")
         return max(1, int(remaining_s * 1000))
+
+
+class _Tries:
+    """What has failed of one encode."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._began, self._num_losses, self._num_stalls = recipe, time.monotonic(), 0, 0
+
+    def count(self, error: UnavailableError) -> None:
+        """Raises UnavailableError when no other worker is to try."""
+        pipeline = self._recipe.pipeline
+        if isinstance(error, EngineLostError):
+            self._num_losses += 1
+            self._num_stalls += isinstance(error, EngineStalledError)  # perhaps for its sake: no third engine gets it
+            if self._num_losses > pipeline.migration_limit or self._num_stalls > 1:
+                tried = f"tried {self._num_losses} times (pipeline.migration_limit)"
+                raise UnavailableError(f"{error}; {tried}") from error
+        elif isinstance(error, UnreachableError) and not self._recipe.discovery.is_shared:
+            raise error
+        elif time.monotonic() - self._began > pipeline.stall_timeout_s:
+            raise error
 
 
 class RequestEmbeddings:

@@ -84,10 +84,7 @@ def rows_of(inputs: Tensors, spec: ModelSpec) -> list[dict[str, Array]]:
 
 def _row(tensors: dict[str, Array], spec: ModelSpec) -> dict[str, Array]:
     for name in _REMEDIES.keys() & tensors.keys():
-        array = tensors.pop(name)
-        if any(item not in (b"", "") for item in array.flat) if array.dtype == np.object_ else array.any():
-            value = array.flat[0] if array.size == 1 else f"shape {list(array.shape)}"
-            raise RequestError(f"{name}: {_shown(value)}; {_REMEDIES[name]}")
+        _check_neutral(name, tensors.pop(name))
     values: dict[str, Any] = read_tensors(tensors, spec)
     row = {_RENAMED.get(name, name): array for name, array in tensors.items()}
     if not any(values.get(name) for name in _RANDOM):
@@ -95,6 +92,13 @@ def _row(tensors: dict[str, Array], spec: ModelSpec) -> dict[str, Array]:
     if not values.get("stream"):
         row.setdefault("exclude_input_in_output", np.array([False]))
     return row
+
+
+def _check_neutral(name: str, array: Array) -> None:
+    """Raises RequestError."""
+    if any(item not in (b"", "") for item in array.flat) if array.dtype == np.object_ else array.any():
+        value = array.flat[0] if array.size == 1 else f"shape {list(array.shape)}"
+        raise RequestError(f"{name}: {_shown(value)}; {_REMEDIES[name]}")
 
 
 def _shown(value: Any) -> str:
