@@ -122,14 +122,17 @@ class StreamedCompletion:
             columns = self._columns[index].show(delta.logprobs or (), delta.prompt_logprobs)
             self._stream.chunk(self._template.full(index, echo + delta.text, columns, None, self._ids(index, delta)))
         elif self.prompts is not None:
-            if delta.tokens or delta.text or echo:
-                self._stream.chunk(self._template.full(index, echo + delta.text, None, None, self._ids(index, delta)))
+            self._add_ids(index, echo, delta)
         elif echo:
             self._stream.text(index, echo + delta.text)
         else:
             self._stream.delta(index, delta)
         if delta.finish_reason:
             self._finish(index, delta)
+
+    def _add_ids(self, index: int, echo: str, delta: TokenDelta) -> None:
+        if delta.tokens or delta.text or echo:
+            self._stream.chunk(self._template.full(index, echo + delta.text, None, None, self._ids(index, delta)))
 
     def _ids(self, index: int, delta: TokenDelta) -> dict[str, Any]:
         """Return the fields of new ids, the prompt's among them the first time."""

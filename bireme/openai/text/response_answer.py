@@ -129,7 +129,7 @@ class ResponseAnswer:
         """`has_summary`: reasoning goes into the item's summary. `has_sealed`: also into its encrypted_content.
         `spaced`: the model's name of a function -> its namespace, and its name there.
         """
-        self._form, self._events, self._stream = form, events, stream
+        self._form, self._events, self._stream = form, events or ResponseEvents(), stream
         self._has_summary, self._has_sealed, self._spaced = has_summary, has_sealed, spaced
         self.items: list[Item] = []  # the last one may be open
         self._close: Callable[[Status], None] | None = None  # ends the open item
@@ -160,7 +160,7 @@ class ResponseAnswer:
 
     def end(self) -> None:
         """Send the last event, where there is a stream; after `finish`."""
-        if self._stream is not None and self._events is not None:
+        if self._stream is not None:
             self._stream.end(self._events.framed(f"response.{self._status}", b'"response":%b}' % self.json()))
 
     def failed(self, error: BaseException) -> bytes:
@@ -171,7 +171,6 @@ class ResponseAnswer:
 
     def last_events(self, error: BaseException) -> bytes:
         """Return what ends the stream with an error."""
-        assert self._events is not None
         self._begin()  # nothing but comments may have been sent
         rest = b'"response":%b}' % self.failed(error)
         return self._events.framed("response.failed", rest)
@@ -180,7 +179,7 @@ class ResponseAnswer:
         if self._close is None or self.items[-1]["type"] != "message":
             blank, entries = self._blank
             text, logprobs = blank + text, None if logprobs is None else entries + logprobs
-            if text.isspace() or not text:
+            if not text.strip():
                 self._blank = (text, logprobs or [])
                 return
             self._blank = ("", [])
@@ -233,7 +232,7 @@ class ResponseAnswer:
 
     def _open_message(self) -> None:
         self._open({"type": "message", "role": "assistant", "content": []}, self._close_message)
-        if self._events is not None:
+        if self._stream is not None:
             self._events.begin_text(self.items[-1]["id"], len(self.items) - 1)
         self._tell("content_part.added", content_index=0, part=_text_part("", None))
 
@@ -282,13 +281,13 @@ class ResponseAnswer:
         item = {"id": item_id(fields["type"]), **fields, "status": "in_progress"}
         self.items.append(item)
         self._close = close
-        if self._stream is not None and self._events is not None:
+        if self._stream is not None:
             self._begin()
             index = len(self.items) - 1
             self._stream.chunk(self._events.event("response.output_item.added", output_index=index, item=item))
 
     def _begin(self) -> None:
-        if self._stream is None or self._events is None or self.has_begun:
+        if self._stream is None or self.has_begun:
             return
         self.has_begun = True
         rest = b'"response":%b}' % self._form.json("in_progress", [])
@@ -300,13 +299,13 @@ class ResponseAnswer:
         self._close(status)
         self._close = None
         self._texts, self._deltas, self._logprobs = [], [], None
-        if self._stream is not None and self._events is not None:
+        if self._stream is not None:
             index, item = len(self.items) - 1, self.items[-1]
             self._stream.chunk(self._events.event("response.output_item.done", output_index=index, item=item))
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """Put an event of the open item."""
-        if self._stream is not None and self._events is not None:
+        if self._stream is not None:
             index = len(self.items) - 1
             event = self._events.event(
                 f"response.{kind}", item_id=self.items[index]["id"], output_index=index, **fields

@@ -129,9 +129,7 @@ async def tell_events(
         log = log_of(name)
         news = log.news if log is not None else asyncio.Event()
         page = await store.read(ResponseStore.events, name, call.tenant.name, reader.at)
-        data, is_last = (b"", True) if page is None else (b"".join(reader.events(page)), reader.has_ended(page))
-        if page is not None and is_last:
-            data += reader.end(page)
+        data, is_last = reader.take(page)
         if data or is_last:
             await call.write_events(data, is_last)
             reader.written_at = time.monotonic()
@@ -153,7 +151,15 @@ class _Reader:
         self._is_following = False
         self.written_at = time.monotonic()
 
-    def events(self, page: EventPage) -> Iterator[bytes]:
+    def take(self, page: EventPage | None) -> tuple[bytes, bool]:
+        """Return the next events, and whether the last one is among them. Raises ClientGoneError as `_events`."""
+        if page is None:
+            return b"", True
+        data = b"".join(self._events(page))
+        is_last = page.response is not None and (page.last is None or self.at >= page.last)
+        return (data + self._end(page), True) if is_last else (data, False)
+
+    def _events(self, page: EventPage) -> Iterator[bytes]:
         """Raises ClientGoneError when the events have begun anew."""
         for last, data in page.chunks:
             first = last + 1 - data.count(b"\n\n")
@@ -163,10 +169,7 @@ class _Reader:
             yield data if first > self.at else _without_first(data, self.at + 1 - first)
             self.at = last
 
-    def has_ended(self, page: EventPage) -> bool:
-        return page.response is not None and (page.last is None or self.at >= page.last)
-
-    def end(self, page: EventPage) -> bytes:
+    def _end(self, page: EventPage) -> bytes:
         """Return the last event, unless the reader has it."""
         number = self.at + 1 if page.last is None else page.last + 1
         if self.at >= number or page.response is None:

@@ -9,6 +9,7 @@ response, and all of its items.
 from __future__ import annotations
 
 import secrets
+import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -133,6 +134,13 @@ def _added(conversation: str, tenant: str, items: bytes) -> tuple[Any, ...]:
     return time.time(), len(items), items, items[1:], conversation, tenant
 
 
+def _is_whole(links: Sequence[sqlite3.Row]) -> bool:
+    """Whether responses, the oldest first, go on from nothing else, have all ended, and are of no conversation."""
+    if not links or links[0]["previous"] is not None:
+        return False
+    return not any(link["process"] or link["id"].startswith(CONVERSATION) for link in links)
+
+
 class ResponseStore:
     """Every method may block on the disk; all are thread-safe."""
 
@@ -201,9 +209,7 @@ class ResponseStore:
             " ON r.id = links.previous WHERE r.tenant = ?) SELECT * FROM links ORDER BY depth DESC",
             last, tenant, tenant,
         )  # fmt: skip
-        is_whole = bool(links) and links[0]["previous"] is None and not any(link["process"] for link in links)
-        is_whole = is_whole and not any(link["id"].startswith(CONVERSATION) for link in links)
-        if not is_whole or sum(link["size"] for link in links) > max_bytes:
+        if not _is_whole(links) or sum(link["size"] for link in links) > max_bytes:
             return None
         ids = [link["id"] for link in links]
         among = "WHERE id IN (SELECT value FROM json_each(?))"

@@ -29,7 +29,7 @@ from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.answering import within_key
 from bireme.openai.text.conversations import PATH as CONVERSATIONS
 from bireme.openai.text.conversations import Conversations, Post, page_json
-from bireme.openai.text.response_answer import ResponseForm, failure_json
+from bireme.openai.text.response_answer import ResponseAnswer, ResponseForm, failure_json
 from bireme.openai.text.response_events import EventLog, tell_events
 from bireme.openai.text.response_items import Item, listed
 from bireme.openai.text.response_request import ResponseBody, ResponseRequest, check_response
@@ -285,20 +285,13 @@ class StoredResponses:
                     await job.model.chat.run(chat, answer, time.monotonic(), job.tenant.take_prompt)
                 response = answer.json()
             except Exception as error:  # whatever it is: its client asks again and again until there is an end
-                is_known = isinstance(error, (BiremeError, HttpError))
-                if _is_passing(error) and time.monotonic() - began_at < _RETRY_S:
-                    drop_frames(error)
-                    await asyncio.sleep(pauses.next_s())
-                    if log is not None and answer.has_begun:
-                        log.begin_anew(job.form.json("queued", []))
-                    continue
-                if is_internal(error):
-                    logger.error("response_failed id=%s error=%s", job.id, error, exc_info=None if is_known else error)
+                if not _is_passing(error) or time.monotonic() - began_at >= _RETRY_S:
+                    return _failed(job, answer, error, began_at), None
                 drop_frames(error)
-                count_request(services.metrics, getattr(error, "code", None) or "INTERNAL", began_at)
-                if not is_known:  # it may be what has come so far that can't be shown
-                    return job.form.json("failed", [], error=failure_json(error)), None
-                return answer.failed(error), None
+                await asyncio.sleep(pauses.next_s())
+                if log is not None and answer.has_begun:
+                    log.begin_anew(job.form.json("queued", []))
+                continue
             assert answer.usage is not None, "an answer without an error has finished"
             job.tenant.take_generated(answer.usage.completion_tokens)
             count_request(services.metrics, answer.status, began_at)
@@ -435,6 +428,18 @@ class StoredResponses:
 
 def _note_not_added(conversation: str, name: str, error: object) -> None:
     logger.error("conversation_not_kept id=%s response=%s error=%s", conversation, name, error)
+
+
+def _failed(job: _BackgroundJob, answer: ResponseAnswer, error: Exception, began_at: float) -> bytes:
+    """Return the response that an error has ended."""
+    is_known = isinstance(error, (BiremeError, HttpError))
+    if is_internal(error):
+        logger.error("response_failed id=%s error=%s", job.id, error, exc_info=None if is_known else error)
+    drop_frames(error)
+    count_request(job.model.services.metrics, getattr(error, "code", None) or "INTERNAL", began_at)
+    if is_known:
+        return answer.failed(error)
+    return job.form.json("failed", [], error=failure_json(error))  # what has come so far may not be shown
 
 
 def _stream_of(query: Mapping[str, str]) -> tuple[bool, int]:
