@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bireme.config import Recipe
+from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.parameters import BY_NAME, PARAMETERS
 from bireme.pipelines.chat_tools import ChatFormat, ChatTools, FunctionDefinition, ToolChoice, ToolMode, ToolRules
@@ -393,12 +393,17 @@ def _last_turn(messages: list[Message], has_prompt: bool | None, is_continued: b
 
 def _messages(messages: list[ChatMessage], recipe: Recipe) -> tuple[list[Message], list[PictureSource]]:
     limits, pictures = recipe.limits, PictureCollector(recipe.media)
-    if not messages:
-        raise RequestError("messages: empty; send at least one message")
-    if len(messages) > limits.max_messages:
-        raise RequestError(f"messages: {len(messages)}; limits.max_messages is {limits.max_messages}, send fewer")
+    check_num_messages(len(messages), limits)
     shown = [_message(message, f"messages[{at}]", pictures) for at, message in enumerate(messages)]
     return (show_result_pictures(shown) if pictures.sources else shown), pictures.sources
+
+
+def check_num_messages(num_messages: int, limits: Limits) -> None:
+    """Raises RequestError."""
+    if not num_messages:
+        raise RequestError("messages: empty; send at least one message")
+    if num_messages > limits.max_messages:
+        raise RequestError(f"messages: {num_messages}; limits.max_messages is {limits.max_messages}, send fewer")
 
 
 def _message(message: ChatMessage, where: str, pictures: PictureCollector) -> Message:
@@ -425,12 +430,10 @@ def _message(message: ChatMessage, where: str, pictures: PictureCollector) -> Me
 def _thoughts(message: ChatMessage, where: str) -> str | None:
     """Return an earlier answer's reasoning, under whichever of its names it comes back."""
     first, second = message.reasoning_content, message.reasoning
-    if first and second and first != second:
+    if first and second not in (None, "", first):
         raise RequestError(f"{where}.reasoning: not the same as reasoning_content; send one of them")
-    if first or second or message.reasoning_details is None:
-        return first or second or first
-    texts = [detail.text or detail.summary or "" for detail in message.reasoning_details]
-    return "".join(texts) or first
+    in_parts = "".join(detail.text or detail.summary or "" for detail in message.reasoning_details or ())
+    return first or second or in_parts or first
 
 
 def _content(message: ChatMessage, where: str, pictures: PictureCollector) -> str | list[dict[str, Any]]:

@@ -102,13 +102,16 @@ class ToolRules:
         if not functions or choice.mode == "none":
             return ChatTools([], "none", guide)
         if choice.names:
-            known = {function["name"]: function for function in functions}
-            if unknown := [name for name in choice.names if name not in known]:
-                raise RequestError(f"{choice.where}: {unknown[0][:64]}; {self.not_offered}")
-            functions = [known[name] for name in dict.fromkeys(choice.names)]
+            functions = self._named(functions, choice)
         if guide is not None:
             raise RequestError(f"{self.format}: not together with tools; send tool_choice none, or no tools")
         return ChatTools(functions, choice.mode, None)
+
+    def _named(self, functions: list[dict[str, Any]], choice: ToolChoice) -> list[dict[str, Any]]:
+        known = {function["name"]: function for function in functions}
+        if unknown := [name for name in choice.names if name not in known]:
+            raise RequestError(f"{choice.where}: {unknown[0][:64]}; {self.not_offered}")
+        return [known[name] for name in dict.fromkeys(choice.names)]
 
 
 def check_num_tools(num_tools: int, limits: Limits) -> None:

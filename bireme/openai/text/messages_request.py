@@ -16,7 +16,7 @@ import msgspec
 from bireme.config import Limits, Recipe
 from bireme.errors import RequestError
 from bireme.openai.text.hosted_tools import is_left_out
-from bireme.pipelines.chat_request import ChatRequest, build_chat, check_no_nvext_reply
+from bireme.pipelines.chat_request import ChatRequest, build_chat, check_no_nvext_reply, check_num_messages
 from bireme.pipelines.chat_tools import ChatFormat, FunctionDefinition, ToolChoice, ToolMode, ToolRules, check_num_tools
 from bireme.pipelines.extensions import REFUSED_NAMES, TopLevelNames, request_options
 from bireme.pipelines.json_body import convert_part
@@ -324,13 +324,7 @@ def _choice(choice: ToolSelection | None) -> ToolChoice:
 
 def _functions(body: CountBody, recipe: Recipe) -> list[dict[str, Any]]:
     """Return the functions that the model is shown."""
-    given = body.tools or []
-    check_num_tools(len(given), recipe.limits)
-    tools = {
-        f"tools[{at}]": convert_part(tool, ToolSpec, f"tools[{at}]", REFUSED)
-        for at, tool in enumerate(given)
-        if not is_left_out(tool.get("type"), recipe)
-    }
+    tools = _tools(body.tools or [], recipe)
     definitions = {where: _definition(tool, where) for where, tool in tools.items()}
     known = {function["name"]: function for function in _TOOLS.functions(definitions, recipe.limits)}
     at_once = [tool.name for tool in tools.values() if not tool.defer_loading]
@@ -338,6 +332,13 @@ def _functions(body: CountBody, recipe: Recipe) -> list[dict[str, Any]]:
         raise RequestError("tools: all have defer_loading; leave it out of at least one, which finds the others")
     # those that were found come last: the prompt goes on beginning as it did
     return [known[name] for name in dict.fromkeys([*at_once, *_found(body, known)])]
+
+
+def _tools(given: list[dict[str, Any]], recipe: Recipe) -> dict[str, ToolSpec]:
+    """Return the tools by their places."""
+    check_num_tools(len(given), recipe.limits)
+    places = {f"tools[{at}]": tool for at, tool in enumerate(given) if not is_left_out(tool.get("type"), recipe)}
+    return {where: convert_part(tool, ToolSpec, where, REFUSED) for where, tool in places.items()}
 
 
 def _found(body: CountBody, known: Container[str]) -> list[str]:
@@ -372,12 +373,10 @@ def _definition(tool: ToolSpec, where: str) -> FunctionDefinition:
 def _conversation(body: CountBody, limits: Limits, pictures: PictureCollector) -> list[Message]:
     """Return the messages for a template: a tool's result is one of its own, turns of one role in a row are one."""
     turns = body.messages
-    if not turns:
-        raise RequestError("messages: empty; send at least one message")
-    if len(turns) > limits.max_messages:
-        raise RequestError(f"messages: {len(turns)}; limits.max_messages is {limits.max_messages}, send fewer")
+    check_num_messages(len(turns), limits)
     shown: list[Message] = []
-    if system := _system([body.system] if isinstance(body.system, str) else [one.text for one in body.system or ()]):
+    texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
+    if system := _system(texts):
         shown.append({"role": "system", "content": system})
     for role, blocks in _turns(turns):
         if role == "user":
