@@ -13,9 +13,11 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from bireme import private_files
 from bireme.errors import UnavailableError
@@ -24,6 +26,7 @@ _WAIT_S = 10  # for another process's write
 _OPEN_WAIT_S = 2
 _DAMAGE = ("malformed", "not a database")  # in what SQLite says of a damaged file
 _ABANDONED_S = 3600.0
+_S = TypeVar("_S", bound=msgspec.Struct)
 logger = logging.getLogger("bireme.openai")
 
 
@@ -102,6 +105,10 @@ class Database:
             except sqlite3.Error as error:
                 raise self._failure("read", error) from error
 
+    def select(self, kind: type[_S], where: str, *values: Any) -> list[_S]:
+        """Return rows as structs of their columns; `where`: the query from its table on. Raises DatabaseError."""
+        return structs(kind, self.read(f"SELECT {columns_of(kind)} FROM {where}", *values))
+
     def write(self, query: str, *values: Any) -> int:
         """Return how many rows have changed. Raises DatabaseError."""
         with self._writing() as connection:
@@ -148,6 +155,14 @@ class Database:
     def close(self) -> None:
         with self._lock, self._read_lock:
             self._disconnect()
+
+
+def columns_of(kind: type[msgspec.Struct]) -> str:
+    return ", ".join(kind.__struct_fields__)
+
+
+def structs(kind: type[_S], rows: Iterable[sqlite3.Row]) -> list[_S]:
+    return [kind(*(row[name] for name in kind.__struct_fields__)) for row in rows]
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
@@ -233,3 +248,28 @@ class Lives:
             os.close(self._descriptor)
             self._descriptor = -1
             (self._folder / self.own).unlink(missing_ok=True)
+
+
+class SharedStore:
+    """A database that processes share, whose rows belong to one of them; `close` at the end."""
+
+    def __init__(self, path: Path, schema: str, what: str) -> None:
+        """Raises DatabaseError when the folder can't be used."""
+        self.database = Database(path, schema, what)
+        self.databases: tuple[Database, ...] = (self.database,)
+        self._lives = self.database.lives()
+        self.process = self._lives.own
+
+    def check(self) -> None:
+        """Write something of no consequence. Raises DatabaseError."""
+        self.database.check()
+
+    def close(self) -> None:
+        """Harmless when called again."""
+        self.database.close()
+        self._lives.close()
+
+    def gone(self, table: str) -> list[str]:
+        """Return the processes of its rows that live no more."""
+        rows = self.database.read(f"SELECT DISTINCT process FROM {table} WHERE process IS NOT NULL")
+        return [row["process"] for row in rows if not self._lives.has(row["process"])]

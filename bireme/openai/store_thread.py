@@ -13,7 +13,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,6 +22,7 @@ from bireme.child_process import Backoff
 from bireme.errors import UnavailableError, drop_frames
 from bireme.openai.database import Database, DatabaseError
 
+_LOOK_S, _SWEEP_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 logger = logging.getLogger("bireme.openai")
 
@@ -131,3 +132,19 @@ class StoreThread(Generic[_S]):
                 raise DatabaseError(f"{self.name}: no folder can be made ({error.strerror})") from error
             self._folder = Path(self._own_folder.name)
         return self._folder
+
+
+async def watch(turn: Callable[[], Awaitable[None]], sweep: Callable[[], Awaitable[object]], failed: str) -> None:
+    """Look after a store's rows for ever: `turn` each second, `sweep` each minute. `failed`: the log's event."""
+    swept_at = -_SWEEP_S  # at once: what is too old may have been left long ago
+    while True:
+        try:
+            await turn()
+            if time.monotonic() - swept_at > _SWEEP_S:
+                swept_at = time.monotonic()
+                await sweep()
+        except UnavailableError as error:  # the store has told why
+            drop_frames(error)
+        except Exception:  # of one row: it must not keep the others from being looked at
+            logger.exception(failed)
+        await asyncio.sleep(_LOOK_S)

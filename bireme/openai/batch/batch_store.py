@@ -6,7 +6,6 @@ row once it is answered, and none before. Every method may block on the disk; al
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import msgspec
 
 from bireme.openai.batch.upload_store import FILE
-from bireme.openai.database import Database
+from bireme.openai.database import SharedStore, columns_of, structs
 
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 _SCHEMA = """
@@ -73,20 +72,18 @@ class AnswerCounts(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-_COLUMNS = ", ".join(StoredBatch.__struct_fields__)
+_COLUMNS = columns_of(StoredBatch)
 
 
-class BatchStore:
-    """`close` at the end."""
+class BatchStore(SharedStore):
+    """Unfinished batches are left to others at its end."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DatabaseError when the folder can't be used."""
-        self.database = Database(folder / FILE, _SCHEMA, "batches")
-        self._lives = self.database.lives()
+        super().__init__(folder / FILE, _SCHEMA, "batches")
 
     def add(self, batch: StoredBatch, max_unfinished: int) -> StoredBatch | None:
         """Keep a new batch; it is this process's. None: so many of the key have not ended. Raises UnavailableError."""
-        own = msgspec.structs.replace(batch, process=self._lives.own)
+        own = msgspec.structs.replace(batch, process=self.process)
         marks = ", ".join("?" * len(own.__struct_fields__))
         is_kept = self.database.write(
             f"INSERT INTO batches ({_COLUMNS}) SELECT {marks}"
@@ -130,20 +127,18 @@ class BatchStore:
 
     def own_cancelled(self) -> list[str]:
         query = "SELECT id FROM batches WHERE process = ? AND status = 'cancelling'"
-        return [row["id"] for row in self.database.read(query, self._lives.own)]
+        return [row["id"] for row in self.database.read(query, self.process)]
 
     def take_orphans(self) -> list[StoredBatch]:
         """Return unfinished batches whose process is gone; on an error none, else all are this process's now."""
-        processes = self.database.read("SELECT DISTINCT process FROM batches WHERE process IS NOT NULL")
-        gone = [row["process"] for row in processes if not self._lives.has(row["process"])]
-        if not gone:
+        if not (gone := self.gone("batches")):
             return []
         taken = self.database.change(
             "UPDATE batches SET process = ? WHERE process IN (SELECT value FROM json_each(?))"
             f" RETURNING number, {_COLUMNS}",
-            self._lives.own, _encode(gone).decode(),
+            self.process, _encode(gone).decode(),
         )  # fmt: skip
-        return [_batch(row) for row in sorted(taken, key=lambda row: row["number"])]
+        return structs(StoredBatch, sorted(taken, key=lambda row: row["number"]))
 
     def answer(self, batch_id: str, number: int, is_ok: bool, line: bytes) -> None:
         """Keep the answer to a line, unless it has one. Raises UnavailableError."""
@@ -189,15 +184,5 @@ class BatchStore:
         self._lives.sweep()
         return count
 
-    def close(self) -> None:
-        """Harmless when called again. Unfinished batches are left to others."""
-        self.database.close()
-        self._lives.close()
-
     def _rows(self, condition: str, *values: Any) -> list[StoredBatch]:
-        rows = self.database.read(f"SELECT {_COLUMNS} FROM batches {condition}", *values)
-        return [_batch(row) for row in rows]
-
-
-def _batch(row: sqlite3.Row) -> StoredBatch:
-    return StoredBatch(*(row[name] for name in StoredBatch.__struct_fields__))
+        return self.database.select(StoredBatch, f"batches {condition}", *values)

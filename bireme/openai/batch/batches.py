@@ -38,13 +38,12 @@ from bireme.openai.http.call import JSON, Call, Message
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.query import limit_of, query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
-from bireme.openai.store_thread import StoreThread
+from bireme.openai.store_thread import StoreThread, watch
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.chat_request import check_metadata
 from bireme.pipelines.json_body import decode_body
 
 PATH = "/v1/batches"
-_LOOK_S, _SWEEP_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _RETRY_S = 1800.0  # from a line's first failure: its server is away, or its key has used up its limits
 _PASSING = frozenset({429, 503, 504})
@@ -106,7 +105,9 @@ class Batches:
     def start(self) -> None:
         """Go on with what other processes have left."""
         if self._watcher is None:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+            self._watcher = asyncio.get_running_loop().create_task(
+                watch(self._look, self._sweep, "batches_not_watched")
+            )
 
     async def stop(self) -> None:
         """Leave what is under way to other processes, or the next start."""
@@ -298,25 +299,18 @@ class Batches:
         await self._lasting(lambda own: own.batches.forget_answers(batch.id))
         logger.info("batch_ended id=%s status=%s lines=%d completed=%d", batch.id, last, total, counts.completed)
 
-    async def _watch(self) -> None:
-        """Stop what was cancelled, take what dead processes have left, remove what is too old."""
-        max_age_s, swept_at = self._config.files.max_age_s, 0.0
-        while True:
-            try:
-                for batch_id in await self._store.do(lambda own: own.batches.own_cancelled()):
-                    self._stop_lines(batch_id)
-                for orphan in await self._store.do(lambda own: own.batches.take_orphans()):
-                    logger.info("batch_taken_over id=%s", orphan.id)
-                    self._run(orphan)
-                if time.monotonic() - swept_at > _SWEEP_S:
-                    swept_at = time.monotonic()
-                    await self._store.do(lambda own: own.batches.sweep(max_age_s))
-                    await self._store.do(lambda own: own.files.sweep(own.batches.used_files()))
-            except UnavailableError as error:  # the store has told why
-                drop_frames(error)
-            except Exception:  # of one batch: the others must still be looked at
-                logger.exception("batches_not_watched")
-            await asyncio.sleep(_LOOK_S)
+    async def _look(self) -> None:
+        """Stop what was cancelled, take what dead processes have left."""
+        for batch_id in await self._store.do(lambda own: own.batches.own_cancelled()):
+            self._stop_lines(batch_id)
+        for orphan in await self._store.do(lambda own: own.batches.take_orphans()):
+            logger.info("batch_taken_over id=%s", orphan.id)
+            self._run(orphan)
+
+    async def _sweep(self) -> None:
+        max_age_s = self._config.files.max_age_s
+        await self._store.do(lambda own: own.batches.sweep(max_age_s))
+        await self._store.do(lambda own: own.files.sweep(own.batches.used_files()))
 
     def _tenant(self, batch: StoredBatch) -> Tenant:
         """Raises HttpError when its key is not there any more."""

@@ -16,7 +16,7 @@ import msgspec
 from bireme import private_files
 from bireme.config import FilesConfig
 from bireme.errors import UnavailableError
-from bireme.openai.database import Database, DatabaseError
+from bireme.openai.database import Database, DatabaseError, columns_of
 from bireme.openai.http.error_replies import HttpError
 
 FILE = "files.sqlite"
@@ -64,7 +64,7 @@ class UploadedFile(msgspec.Struct, frozen=True):
         return {"object": "file", **fields, "status": "processed", "status_details": None}
 
 
-_COLUMNS = ", ".join(UploadedFile.__struct_fields__)
+_COLUMNS = columns_of(UploadedFile)
 
 
 class UploadStore:
@@ -189,5 +189,4 @@ class UploadStore:
         self.database.close()
 
     def _rows(self, condition: str, *values: Any) -> list[UploadedFile]:
-        rows = self.database.read(f"SELECT {_COLUMNS} FROM files {condition}", *values)
-        return [UploadedFile(**dict(row)) for row in rows]
+        return self.database.select(UploadedFile, f"files {condition}", *values)

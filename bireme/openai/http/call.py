@@ -235,6 +235,10 @@ class Call:
             watch.cancel()
 
 
+Handler = Callable[[Call], Awaitable[None]]
+Post = Callable[[Call, bytes], Awaitable[None]]  # with the request's body
+
+
 async def _either(sending: asyncio.Future[None], other: Awaitable[None]) -> None:
     """Return when one of both has ended. Raises the other's error."""
     task = asyncio.ensure_future(other)

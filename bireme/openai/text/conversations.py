@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from bireme.errors import NotFoundError, RequestError
-from bireme.openai.http.call import Call
+from bireme.openai.http.call import Call, Handler, Post
 from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
 from bireme.openai.keys import Tenant
 from bireme.openai.store_thread import StoreThread
@@ -22,8 +22,6 @@ from bireme.pipelines.json_body import decode_body
 
 PATH = "/v1/conversations"
 _MAX_ITEMS, _MAX_PAGE, _PAGE = 20, 100, 20  # OpenAI's: of one request, and of a page
-Handler = Callable[[Call], Awaitable[None]]
-Post = Callable[[Call, bytes], Awaitable[None]]
 
 
 class ConversationBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bireme.config import StoredResponsesConfig
-from bireme.openai.database import Database
+from bireme.openai.database import SharedStore, columns_of, structs
 from bireme.openai.text.response_items import Item
 
 FILE = "responses.sqlite"
@@ -112,7 +112,7 @@ class _Output(msgspec.Struct):
 
 
 _INSERT = "INSERT INTO responses (id, tenant, used_at, size, previous, response, items, process, request)"
-_COLUMNS = ", ".join(StoredResponse.__struct_fields__)
+_COLUMNS = columns_of(StoredResponse)
 _END = (
     "UPDATE responses SET response = ?, process = NULL, request = NULL, size = ? + LENGTH(items)"
     " + (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM response_events e WHERE e.id = responses.id)"
@@ -141,38 +141,24 @@ def _is_whole(links: Sequence[sqlite3.Row]) -> bool:
     return not any(link["process"] or link["id"].startswith(CONVERSATION) for link in links)
 
 
-class ResponseStore:
-    """Every method may block on the disk; all are thread-safe."""
+class ResponseStore(SharedStore):
+    """Every method may block on the disk; all are thread-safe. Unfinished responses are left to others at its end."""
 
     def __init__(self, folder: Path, config: StoredResponsesConfig) -> None:
-        """Raises DatabaseError when the folder can't be used."""
+        super().__init__(folder / FILE, _SCHEMA, "responses")
         self._config = config
-        self._database = Database(folder / FILE, _SCHEMA, "responses")
-        self._lives = self._database.lives()
         self._num_new_bytes = self._num_new = 0  # since the last sweep
-
-    @property
-    def databases(self) -> tuple[Database, ...]:
-        return (self._database,)
-
-    def check(self) -> None:
-        """Write something of no consequence. Raises DatabaseError."""
-        self._database.check()
-
-    @property
-    def process(self) -> str:
-        return self._lives.own
 
     def add(self, *responses: NewResponse) -> None:
         """Keep all of them, or none. Raises UnavailableError."""
-        self._database.write_all(f"{_INSERT} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [self._row(one) for one in responses])
+        self.database.write_all(f"{_INSERT} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [self._row(one) for one in responses])
         self._num_new += len(responses)
         self._sweep_if_many()
 
     def begin(self, response: NewResponse, max_unfinished: int) -> bool:
         """Keep one that has not ended; false: so many of its key have not. Raises UnavailableError."""
         count = "SELECT COUNT(*) FROM responses WHERE process IS NOT NULL AND tenant = ?"
-        is_kept = self._database.write(
+        is_kept = self.database.write(
             f"{_INSERT} SELECT ?, ?, ?, ?, ?, ?, ?, ?, ? WHERE ({count}) < ?",
             *self._row(response), response.tenant, max_unfinished,
         )  # fmt: skip
@@ -202,7 +188,7 @@ class ResponseStore:
 
         None: one of them is not there, has not ended or is of a conversation, or they are larger than `max_bytes`.
         """
-        links = self._database.read(
+        links = self.database.read(
             "WITH RECURSIVE links (id, previous, size, process, depth) AS ("
             " SELECT id, previous, size, process, 0 FROM responses WHERE id = ? AND tenant = ?"
             " UNION ALL SELECT r.id, r.previous, r.size, r.process, depth + 1 FROM responses r JOIN links"
@@ -213,13 +199,13 @@ class ResponseStore:
             return None
         ids = [link["id"] for link in links]
         among = "WHERE id IN (SELECT value FROM json_each(?))"
-        self._database.write(f"UPDATE responses SET used_at = ? {among}", time.time(), _encode(ids).decode())
+        self.database.write(f"UPDATE responses SET used_at = ? {among}", time.time(), _encode(ids).decode())
         rows = {row.id: row for row in self._rows(among, _encode(ids).decode())}
         return [rows[link] for link in ids] if len(rows) == len(ids) else None  # one may have been removed meanwhile
 
     def end(self, response_id: str, response: bytes) -> bool:
         """Replace an unfinished response of this process; false: it was cancelled or removed."""
-        return self._database.write(_END, *_ended(response_id, self.process, response)) > 0
+        return self.database.write(_END, *_ended(response_id, self.process, response)) > 0
 
     def end_turn(self, response_id: str, response: bytes, output: Sequence[Item]) -> bool:
         """Replace an unfinished response of this process, and add its input and output to its conversation, or neither.
@@ -228,7 +214,7 @@ class ResponseStore:
         """
         for row in self._rows("WHERE id = ? AND process = ?", response_id, self.process):
             items, other = _encode([*row.input, *output]), "AND EXISTS (SELECT 1 FROM responses WHERE id = ? AND"
-            is_added, is_ended = self._database.write_together(
+            is_added, is_ended = self.database.write_together(
                 (f"{_ADD_ITEMS} {other} process = ?)",
                  *_added(row.previous or "", row.tenant, items), row.id, self.process),
                 (f"{_END} {other} tenant = ?)", *_ended(row.id, self.process, response), row.previous, row.tenant),
@@ -240,16 +226,16 @@ class ResponseStore:
 
     def cancel(self, row: StoredResponse, response: bytes) -> bool:
         """Replace an unfinished response by its end; false: it has ended meanwhile."""
-        return self._database.write(_END, *_ended(row.id, row.process or "", response)) > 0
+        return self.database.write(_END, *_ended(row.id, row.process or "", response)) > 0
 
     def report(self, response_id: str, response: bytes) -> None:
         """Replace an unfinished response of this process by a newer state."""
         query = "UPDATE responses SET response = ? WHERE id = ? AND process = ?"
-        self._database.write(query, response, response_id, self.process)
+        self.database.write(query, response, response_id, self.process)
 
     def change(self, conversation: str, tenant: str, shown: bytes) -> None:
         """Replace what a conversation shows of itself."""
-        self._database.write(
+        self.database.write(
             "UPDATE responses SET response = ?, used_at = ?, size = ? + LENGTH(items) WHERE id = ? AND tenant = ?",
             shown, time.time(), len(shown), conversation, tenant,
         )  # fmt: skip
@@ -258,7 +244,7 @@ class ResponseStore:
         """Add items at a conversation's end; false: it does not exist, or all its items would have more bytes."""
         data, bound = _encode(items), "" if max_bytes is None else " AND LENGTH(items) + ? <= ?"
         values = () if max_bytes is None else (len(data), max_bytes)
-        is_added = self._database.write(_ADD_ITEMS + bound, *_added(conversation, tenant, data), *values) > 0
+        is_added = self.database.write(_ADD_ITEMS + bound, *_added(conversation, tenant, data), *values) > 0
         self._note_bytes(len(data))
         return is_added
 
@@ -269,7 +255,7 @@ class ResponseStore:
         while (row := self.find(conversation, tenant)) is not None:
             items = change(row.input)
             data = _encode(items)
-            if self._database.write(
+            if self.database.write(
                 "UPDATE responses SET items = ?, used_at = ?, size = LENGTH(response) + ?"
                 " WHERE id = ? AND tenant = ? AND items = ?",
                 data, time.time(), len(data), conversation, tenant, row.items,
@@ -285,7 +271,7 @@ class ResponseStore:
     def add_events(self, response_id: str, first: int, last: int, data: bytes) -> None:
         """Keep events of an unfinished response of this process, up to number `last`; those before `first` go."""
         packed, mine = zlib.compress(data, 1), "FROM responses WHERE id = ? AND process = ?"
-        self._database.write_together(
+        self.database.write_together(
             (f"DELETE FROM response_events WHERE last < ? AND id IN (SELECT id {mine})",
              first, response_id, self.process),
             (f"INSERT OR REPLACE INTO response_events SELECT id, ?, ? {mine}", last, packed, response_id, self.process),
@@ -295,20 +281,20 @@ class ResponseStore:
 
     def last_event(self, response_id: str) -> int | None:
         """Return the number of the last event so far; None: there are none."""
-        found: int | None = self._database.read(
+        found: int | None = self.database.read(
             "SELECT MAX(last) AS last FROM response_events WHERE id = ?", response_id
         )[0]["last"]
         return found
 
     def events(self, response_id: str, tenant: str, after: int) -> EventPage | None:
         """Return the next events after number `after`. None: there is no such response of this key."""
-        rows = self._database.read(  # first, so that one that has ended has all its events by now
+        rows = self.database.read(  # first, so that one that has ended has all its events by now
             "SELECT CASE WHEN process IS NULL THEN response END AS response FROM responses WHERE id = ? AND tenant = ?",
             response_id, tenant,
         )  # fmt: skip
         if not rows:
             return None
-        chunks = self._database.read(
+        chunks = self.database.read(
             "SELECT last, data FROM response_events WHERE id = ? AND last > ? ORDER BY last LIMIT ?",
             response_id, after, _PAGE,
         )  # fmt: skip
@@ -316,41 +302,39 @@ class ResponseStore:
         return EventPage(self.last_event(response_id), rows[0]["response"], unpacked)
 
     def remove(self, response_id: str, tenant: str) -> bool:
-        return self._database.write("DELETE FROM responses WHERE id = ? AND tenant = ?", response_id, tenant) > 0
+        return self.database.write("DELETE FROM responses WHERE id = ? AND tenant = ?", response_id, tenant) > 0
 
     def own_unfinished(self) -> frozenset[str]:
-        rows = self._database.read("SELECT id FROM responses WHERE process = ?", self.process)
+        rows = self.database.read("SELECT id FROM responses WHERE process = ?", self.process)
         return frozenset(row["id"] for row in rows)
 
     def take_orphans(self, max_rows: int) -> list[StoredResponse]:
         """Return unfinished responses whose process is gone; on an error none, else all are this process's now."""
-        processes = self._database.read("SELECT DISTINCT process FROM responses WHERE process IS NOT NULL")
-        gone = [row["process"] for row in processes if not self._lives.has(row["process"])]
-        if not gone:
+        if not (gone := self.gone("responses")):
             return []
         orphans = "SELECT id FROM responses WHERE process IN (SELECT value FROM json_each(?)) LIMIT ?"
-        taken = self._database.change(
+        taken = self.database.change(
             f"UPDATE responses SET process = ? WHERE id IN ({orphans}) RETURNING {_COLUMNS}",
             self.process, _encode(gone).decode(), max_rows,
         )  # fmt: skip
-        return [StoredResponse(**dict(row)) for row in taken]
+        return structs(StoredResponse, taken)
 
     def sweep(self) -> int:
         """Remove what is too old, and of each key what is too much; return how many."""
         self._num_new = self._num_new_bytes = 0
         count = 0
-        for key in self._database.read(
+        for key in self.database.read(
             "SELECT tenant, COUNT(*) AS num, SUM(size) AS size FROM responses GROUP BY tenant"
         ):
             count += self._sweep(key["tenant"], key["num"], key["size"])
         if count:
-            self._database.change("PRAGMA incremental_vacuum")
+            self.database.change("PRAGMA incremental_vacuum")
         self._lives.sweep()
         return count
 
     def _sweep(self, tenant: str, num: int, size: int) -> int:
         """`num` and `size`: of all that the key has. What has not ended counts, and stays."""
-        write, limits = self._database.write, self._config
+        write, limits = self.database.write, self._config
         ended = "DELETE FROM responses WHERE process IS NULL AND"
         count = write(f"{ended} tenant = ? AND used_at < ?", tenant, time.time() - limits.max_age_s)
         if (excess := num - count - limits.max_responses) > 0:
@@ -365,11 +349,5 @@ class ResponseStore:
             )  # fmt: skip
         return count
 
-    def close(self) -> None:
-        """Harmless when called again. Unfinished responses are left to others."""
-        self._database.close()
-        self._lives.close()
-
     def _rows(self, condition: str, *values: Any) -> list[StoredResponse]:
-        rows = self._database.read(f"SELECT {_COLUMNS} FROM responses {condition}", *values)
-        return [StoredResponse(**dict(row)) for row in rows]
+        return self.database.select(StoredResponse, f"responses {condition}", *values)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ import msgspec
 from bireme.child_process import Backoff
 from bireme.config import FrontendConfig
 from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError, drop_frames
-from bireme.openai.http.call import Call
+from bireme.openai.http.call import Call, Handler, Post
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.pace import Pacer
 from bireme.openai.http.query import query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
-from bireme.openai.store_thread import StoreThread
+from bireme.openai.store_thread import StoreThread, watch
 from bireme.openai.text.answering import within_key
 from bireme.openai.text.conversations import PATH as CONVERSATIONS
-from bireme.openai.text.conversations import Conversations, Post, page_json
+from bireme.openai.text.conversations import Conversations, page_json
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseForm, failure_json
 from bireme.openai.text.response_events import EventLog, tell_events
 from bireme.openai.text.response_items import Item, listed
@@ -40,13 +40,11 @@ from bireme.pipelines.chat_answer import ResponseMeta, encode_json
 from bireme.pipelines.side_by_side import count_request
 
 PATH = "/v1/responses"
-_LOOK_S, _SWEEP_S = 1.0, 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRY_S = 0.25, 10.0, 300.0  # of a background response whose server is away
 _MAX_DIGITS = 12
 _NOT_IDS = ("", "compact")  # the second is a path of OpenAI's that is not served
 _RETRIEVE = ("include", "stream", "starting_after", "include_obfuscation")
 logger = logging.getLogger("bireme.openai")
-Handler = Callable[[Call], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,12 @@ class StoredResponses:
         """Go on with what other processes have left."""
         self._pacer = Pacer()
         if self.is_on and self._is_shared:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+            self._watch()
+
+    def _watch(self) -> None:
+        if self._watcher is None:
+            watching = watch(self._look, lambda: self._do(ResponseStore.sweep), "responses_not_watched")
+            self._watcher = asyncio.get_running_loop().create_task(watching)
 
     async def stop(self) -> None:
         """Leave what is under way to other processes, or the next start."""
@@ -217,8 +220,7 @@ class StoredResponses:
         await call.unless_gone(tell_events(call, self.store, response_id, after, interval_s, self._logs.get))
 
     def _run(self, job: _BackgroundJob) -> None:
-        if self._watcher is None:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._watch()
         job.tenant.keep()
         task = asyncio.get_running_loop().create_task(self._work(job))
         self._running[job.id] = task
@@ -228,6 +230,10 @@ class StoredResponses:
             job.tenant.end()
 
         task.add_done_callback(end)
+
+    def _stop(self, response_id: str) -> None:
+        if (task := self._running.get(response_id)) is not None:
+            task.cancel()
 
     async def _work(self, job: _BackgroundJob) -> None:
         try:
@@ -297,26 +303,14 @@ class StoredResponses:
             count_request(services.metrics, answer.status, began_at)
             return response, answer.items
 
-    async def _watch(self) -> None:
-        """Stop what was cancelled or deleted, take what dead processes have left, remove what is too much."""
-        swept_at = -_SWEEP_S  # at once: what is too old may have been left long ago
-        while True:
-            try:
-                mine = frozenset(self._running)  # before the rows are read: those that begin meanwhile stay
-                unfinished = await self._do(ResponseStore.own_unfinished)
-                for gone in mine - unfinished:
-                    if (task := self._running.get(gone)) is not None:
-                        task.cancel()
-                self._orphans = [orphan for orphan in self._orphans if orphan.row.id in unfinished]
-                await self._take_orphans()
-                if time.monotonic() - swept_at > _SWEEP_S:
-                    swept_at = time.monotonic()
-                    await self._do(ResponseStore.sweep)
-            except UnavailableError as error:  # the store has told why
-                drop_frames(error)
-            except Exception:  # of one row: it must not keep the others from being looked at
-                logger.exception("responses_not_watched")
-            await asyncio.sleep(_LOOK_S)
+    async def _look(self) -> None:
+        """Stop what was cancelled or deleted, take what dead processes have left."""
+        mine = frozenset(self._running)  # before the rows are read: those that begin meanwhile stay
+        unfinished = await self._do(ResponseStore.own_unfinished)
+        for gone in mine - unfinished:
+            self._stop(gone)
+        self._orphans = [orphan for orphan in self._orphans if orphan.row.id in unfinished]
+        await self._take_orphans()
 
     async def _take_orphans(self) -> None:
         max_rows = self._config.max_background - len(self._orphans)
@@ -392,8 +386,7 @@ class StoredResponses:
     async def _delete(self, call: Call) -> None:
         row = await self._find(call)
         await self._do(ResponseStore.remove, row.id, row.tenant)
-        if (task := self._running.get(row.id)) is not None:
-            task.cancel()
+        self._stop(row.id)
         await call.reply(200, encode_json({"id": row.id, "object": "response", "deleted": True}))
 
     async def _cancel(self, call: Call) -> None:
@@ -403,8 +396,7 @@ class StoredResponses:
             raise RequestError(f"response: {row.id} does not run in the background; close its connection instead")
         cancelled = encode_json({**shown, "status": "cancelled"})
         if row.process is not None and await self._do(ResponseStore.cancel, row, cancelled):
-            if (task := self._running.get(row.id)) is not None:
-                task.cancel()
+            self._stop(row.id)
         await call.reply(200, (await self._find(call)).response)
 
     async def _list_input(self, call: Call) -> None:

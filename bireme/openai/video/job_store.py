@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from bireme.errors import NotFoundError, UnavailableError
-from bireme.openai.database import Database, DatabaseError
+from bireme.openai.database import DatabaseError, SharedStore, structs
 from bireme.video.files import FileStore
 
 FILE = "jobs.sqlite"
@@ -40,7 +40,7 @@ CREATE INDEX IF NOT EXISTS jobs_by_age ON jobs (tenant, created_at, number);
 _OPEN = ("queued", "in_progress")
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True):
     """One row."""
 
     number: int
@@ -64,14 +64,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.created_at, self.number, self.id
 
 
-class JobStore:
-    """`close` at the end."""
-
+class JobStore(SharedStore):
     def __init__(self, folder: Path) -> None:
-        """Raises DatabaseError when the folder can't be used."""
-        self.database = Database(folder / FILE, _SCHEMA, "jobs")
-        self._lives = self.database.lives()
-        self.process = self._lives.own
+        super().__init__(folder / FILE, _SCHEMA, "jobs")
         try:
             self.fail_orphans()
         except DatabaseError:
@@ -158,13 +153,8 @@ class JobStore:
         self._lives.sweep()
         return len(orphans)
 
-    def close(self) -> None:
-        """Harmless when called again."""
-        self.database.close()
-        self._lives.close()
-
     def _read(self, query: str, *values: Any) -> list[Job]:
-        return [Job(**dict(row)) for row in self.database.read(query, *values)]
+        return structs(Job, self.database.read(query, *values))
 
     def _write(self, query: str, *values: Any) -> bool:
         """Return whether a row has changed. Raises UnavailableError."""

@@ -10,6 +10,7 @@ import pytest
 from openai.types import Batch
 
 from bireme.errors import ResourceExhaustedError, UnavailableError
+from bireme.openai import store_thread
 from bireme.openai.batch import batches, line_gate
 from bireme.openai.batch.batch_lines import MAX_PROBLEMS
 from bireme.openai.batch.batch_store import BatchStore, StoredBatch
@@ -355,7 +356,7 @@ async def test_another_process_goes_on_with_what_a_dead_one_has_left(idle, front
 
 
 async def test_a_row_that_can_t_be_read_ends_no_watch(idle, frontend, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(batches, "_LOOK_S", 0.01)
+    monkeypatch.setattr(store_thread, "_LOOK_S", 0.01)
     batch_id = (await create(idle, lines(2))).json()["id"]
     rows = sqlite3.connect(tmp_path / "files.sqlite", isolation_level=None)
     rows.execute("INSERT INTO batches SELECT 9, 'odd', '', status, x'00', 0, 0, '', '', x'' FROM batches")

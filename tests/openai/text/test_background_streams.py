@@ -7,7 +7,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from bireme.errors import EngineLostError, RequestError, UnavailableError
-from bireme.openai.text import response_events, stored_responses
+from bireme.openai import store_thread
+from bireme.openai.text import response_events
 from bireme.openai.text.response_store import ResponseStore
 from tests.openai.api_keys import bearer, keys_of
 from tests.openai.text.strict import events_of, response_of, whole_of
@@ -52,7 +53,7 @@ async def bench(frontend, tmp_path):
 @pytest.fixture
 async def other(frontend, tmp_path, monkeypatch):
     """A second process over the same store."""
-    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    monkeypatch.setattr(store_thread, "_LOOK_S", 0.02)
     return await frontend(responses_folder=tmp_path)
 
 
@@ -180,7 +181,7 @@ async def test_a_deleted_response_ends_its_streams_and_leaves_no_events(bench):
     name, reply = await begun(bench, max_output_tokens=100)
     await bench.call("DELETE", f"{PATH}/{name}").end()
     await reply.end()
-    count = await bench.app._stored._do(lambda store: store._database.read("SELECT id FROM response_events"))
+    count = await bench.app._stored._do(lambda store: store.database.read("SELECT id FROM response_events"))
     assert not count and (await read(bench, name).end()).status == 404
 
 
@@ -241,7 +242,7 @@ async def test_events_count_among_a_key_s_bytes(bench):
     await reply.end()
     size, parts = await bench.app._stored._do(
         lambda store: [
-            store._database.read(query)[0][0]
+            store.database.read(query)[0][0]
             for query in (
                 "SELECT size - LENGTH(response) - LENGTH(items) FROM responses",
                 "SELECT SUM(LENGTH(data)) FROM response_events",

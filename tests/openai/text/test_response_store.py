@@ -157,7 +157,7 @@ def test_of_unfinished_responses_of_a_dead_process_all_are_taken_or_none(open_st
     process.start()
     process.join()
     store = open_store()
-    write = store._database.write
+    write = store.database.write
     write("CREATE TRIGGER full BEFORE UPDATE ON responses WHEN OLD.id = 'b' BEGIN SELECT RAISE(ABORT, 'full'); END")
     with pytest.raises(UnavailableError, match="written .full"):
         store.take_orphans(9)

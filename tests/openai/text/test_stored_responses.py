@@ -8,6 +8,7 @@ import pytest
 from openai.types.responses import ResponseItem
 
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
+from bireme.openai import store_thread
 from bireme.openai.text import stored_responses
 from bireme.openai.text.response_answer import ResponseAnswer
 from bireme.openai.text.response_store import ResponseStore
@@ -247,7 +248,7 @@ async def until_running(stored, count):
 
 @pytest.mark.parametrize("error", [UnavailableError("locked"), ResourceExhaustedError("the queue is full")])
 async def test_what_could_not_be_taken_over_for_a_while_is_tried_again(bench, tmp_path, error, monkeypatch):
-    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    monkeypatch.setattr(store_thread, "_LOOK_S", 0.02)
     ids, other = await left_to(bench, tmp_path, 2)
     monkeypatch.setattr(other, "history", failing_at_first(other.history, [error] * 2))
     other.start()
@@ -257,7 +258,7 @@ async def test_what_could_not_be_taken_over_for_a_while_is_tried_again(bench, tm
 
 
 async def test_what_can_t_be_taken_over_for_too_long_has_failed(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    monkeypatch.setattr(store_thread, "_LOOK_S", 0.02)
     monkeypatch.setattr(stored_responses, "_RETRY_S", 0.1)
     ids, other = await left_to(bench, tmp_path, 1)
 
@@ -270,9 +271,9 @@ async def test_what_can_t_be_taken_over_for_too_long_has_failed(bench, tmp_path,
 
 
 async def test_a_row_that_can_t_be_read_keeps_no_other_from_being_taken_over(bench, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    monkeypatch.setattr(store_thread, "_LOOK_S", 0.02)
     ids, other = await left_to(bench, tmp_path, 2)
-    await other._do(lambda store: store._database.write("UPDATE responses SET response = 'x' WHERE id = ?", ids[0]))
+    await other._do(lambda store: store.database.write("UPDATE responses SET response = 'x' WHERE id = ?", ids[0]))
     other.start()
     await until_running(other, 1)
     await bench.workers.emit(4)
@@ -281,7 +282,7 @@ async def test_a_row_that_can_t_be_read_keeps_no_other_from_being_taken_over(ben
 
 
 async def test_what_is_cancelled_before_it_is_taken_over_is_forgotten(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    monkeypatch.setattr(store_thread, "_LOOK_S", 0.02)
     ids, other = await left_to(bench, tmp_path, 1)
 
     async def fail(*_):
@@ -337,7 +338,7 @@ async def test_what_can_t_be_kept_is_told_once_and_when_it_changes(bench, monkey
 
 
 async def test_why_an_orphan_waits_is_told_once(bench, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(stored_responses, "_LOOK_S", 0.02)
+    monkeypatch.setattr(store_thread, "_LOOK_S", 0.02)
     ids, other = await left_to(bench, tmp_path, 1)
     monkeypatch.setattr(other, "history", failing_at_first(other.history, [UnavailableError("locked")] * 3))
     other.start()
