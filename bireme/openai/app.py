@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from bireme.openai.batch.line_gate import Endpoint
 from bireme.openai.batch.routes import FileRoutes
 from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.browser_guard import BrowserGuard
-from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Receive, Scope, Send
+from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Handler, Post, Receive, Scope, Send
 from bireme.openai.http.error_replies import HttpError, RateLimitError, anthropic_reply_of, is_internal, shutting_down
 from bireme.openai.http.members import Member
 from bireme.openai.http.pace import Pacer
@@ -66,9 +66,6 @@ _FORBIDDEN_IN_HOST = frozenset(b"/?#@\\ \t")
 _NUM_TICKS = 4  # comments are at most a quarter of their interval late
 logger = logging.getLogger("bireme.openai")
 access = logging.getLogger("bireme.access")
-
-Handler = Callable[[Call], Awaitable[None]]
-Post = Callable[[Call, bytes], Awaitable[None]]
 
 
 class Frontend:

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
 from bireme.best_effort import QUIET_S
-from bireme.openai.http.call import Call
-
-Post = Callable[[Call, bytes], Awaitable[None]]
+from bireme.openai.http.call import Call, Post
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bireme.config import FrontendConfig
@@ -11,12 +11,10 @@ from bireme.openai.batch.batches import PATH as BATCHES_PATH
 from bireme.openai.batch.batches import Batches
 from bireme.openai.batch.files import PATH as FILES_PATH
 from bireme.openai.batch.files import FilesAndBatches, FilesApi
-from bireme.openai.batch.line_gate import Endpoint, Post
-from bireme.openai.http.call import Call
+from bireme.openai.batch.line_gate import Endpoint
+from bireme.openai.http.call import Handler, Post
 from bireme.openai.keys import ApiKeys
 from bireme.openai.store_thread import StoreThread
-
-Handler = Callable[[Call], Awaitable[None]]
 
 
 class FileRoutes:

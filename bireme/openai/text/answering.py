@@ -89,11 +89,6 @@ def error_events(error: BaseException) -> bytes:
     return PREFIX + reply_of(error).body + SUFFIX + DONE
 
 
-async def answer_whole(call: Call, work: Awaitable[list[SequenceRunner]]) -> list[SequenceRunner]:
-    """Return the ended sequences. Raises ClientGoneError, and the work's errors."""
-    return await call.unless_gone(work)
-
-
 async def answer_events(
     call: Call, work: Awaitable[list[SequenceRunner]], stream: EventStream, streams: Streams,
     last_events: Callable[[BaseException], bytes] = error_events,

@@ -10,7 +10,6 @@ from bireme.openai.text.answering import (
     Streams,
     annotation_events,
     answer_events,
-    answer_whole,
     counted,
     for_caller,
     note_usage,
@@ -54,7 +53,7 @@ class ChatCompletions:
         ids = token_ids(request.return_token_ids, n)
         answer = WholeAnswer(heading, n, request.return_timing, nvext, ids)
         work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt, ids)
-        sequences = await answer_whole(call, work)
+        sequences = await call.unless_gone(work)
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, answer.usages[0].prompt_tokens)
         await call.reply(200, answer.json())

@@ -17,7 +17,6 @@ from bireme.openai.text.answering import (
     Streams,
     annotation_events,
     answer_events,
-    answer_whole,
     counted,
     for_caller,
     note_usage,
@@ -111,7 +110,7 @@ class Completions:
 
     async def _whole(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
         answer = WholeCompletion(ResponseMeta.of(model.name, "cmpl-"), job.echoes, _columns(model, job))
-        sequences = await answer_whole(call, self._run(call, model, job, answer))
+        sequences = await call.unless_gone(self._run(call, model, job, answer))
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, job.num_prompt_tokens)
         nvext = NvExtReply(job.request.extra_fields, call.arrived_at)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import SUFFIX, EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import PLACED, Streams, answer_events, answer_whole, counted, for_caller, note_usage
+from bireme.openai.text.answering import PLACED, Streams, answer_events, counted, for_caller, note_usage
 from bireme.openai.text.messages_answer import PING, MessageTemplate, StreamedMessage, WholeMessage
 from bireme.openai.text.messages_request import (
     REFUSED,
@@ -57,7 +57,7 @@ class Messages:
     async def _whole(self, call: Call, model: ServedModel, request: MessagesRequest) -> None:
         answer = WholeMessage(request)
         work = model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
-        sequences = await answer_whole(call, work)
+        sequences = await call.unless_gone(work)
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, [answer.usage], answer.usage.prompt_tokens)
         await call.reply(200, answer.json())

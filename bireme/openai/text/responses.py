@@ -8,7 +8,7 @@ from dataclasses import replace
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import Streams, answer_events, answer_whole, counted, for_caller, note_usage
+from bireme.openai.text.answering import Streams, answer_events, counted, for_caller, note_usage
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
 from bireme.openai.text.response_items import listed
 from bireme.openai.text.response_request import REFUSED, ResponseBody, ResponseRequest, check_response
@@ -61,7 +61,7 @@ class Responses:
 
     async def _whole(self, call: Call, model: ServedModel, request: ResponseRequest, form: ResponseForm) -> None:
         answer = request.answer(form)
-        sequences = await answer_whole(call, self._run(call, model, request, form, answer))
+        sequences = await call.unless_gone(self._run(call, model, request, form, answer))
         call.notes["outcome"] = sequences[0].finish_reason
         await call.reply(200, answer.json())
 

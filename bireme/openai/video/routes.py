@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from bireme.errors import UnavailableError, drop_frames
 from bireme.metrics import Registry
-from bireme.openai.http.call import Call
+from bireme.openai.http.call import Handler
 from bireme.openai.http.file_reply import Files
 from bireme.openai.http.form import JSON_OR_FORM
 from bireme.openai.video.images import Images
@@ -20,8 +20,6 @@ from bireme.pipelines.video_service import FILES_PATH
 logger = logging.getLogger("bireme.openai")
 _SWEEP_S = 30.0
 
-Handler = Callable[[Call], Awaitable[None]]
-Post = Callable[[Call, bytes], Awaitable[None]]
 WithBody = Callable[..., Handler]  # (post, kinds of body)
 
 
