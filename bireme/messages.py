@@ -278,19 +278,23 @@ def deliver(step: Step, sinks: dict[int, Sink], on_failure: Callable[[int, Excep
                 except Exception as error:
                     on_failure(number, error)
     else:
-        logprobs, prompts = step.logprobs or {}, dict(step.prompt_logprobs or {})
-        pushes = [(number, tokens, prompts.pop(number, None)) for number, tokens in step.deltas()]
-        pushes += [(number, [], entries) for number, entries in prompts.items()]
-        for number, tokens, entries in pushes:
-            if (sink := sinks.get(number)) is not None:
-                try:
-                    sink.push(tokens, logprobs.get(number), entries)
-                except Exception as error:
-                    on_failure(number, error)
+        _push_columns(step, sinks, on_failure)
     for number, finish in step.finished.items():
         if (sink := sinks.pop(number, None)) is not None:
             try:
                 sink.finish(finish)
+            except Exception as error:
+                on_failure(number, error)
+
+
+def _push_columns(step: Step, sinks: dict[int, Sink], on_failure: Callable[[int, Exception], None]) -> None:
+    logprobs, prompts = step.logprobs or {}, dict(step.prompt_logprobs or {})
+    pushes = [(number, tokens, prompts.pop(number, None)) for number, tokens in step.deltas()]
+    pushes += [(number, [], entries) for number, entries in prompts.items()]
+    for number, tokens, entries in pushes:
+        if (sink := sinks.get(number)) is not None:
+            try:
+                sink.push(tokens, logprobs.get(number), entries)
             except Exception as error:
                 on_failure(number, error)
 

@@ -42,7 +42,7 @@ class Work(enum.IntEnum):
     ALONE = 4  # all that the engine does while this request is tried (child/trials.py)
 
 
-_KINDS = frozenset(Work)
+_KINDS = {kind.value: kind for kind in Work}
 _FIELDS = {Work.PROCESSORS: "logits_processors", Work.GUIDE: "guided_decoding", Work.PICTURES: "images"}
 
 
@@ -159,7 +159,7 @@ def culprit_of(memory: bytes, still_s: float) -> Culprit | None:
     """
     now = time.monotonic()
     records = [
-        (now - began, Culprit(consumer, number, Work(work) if work in _KINDS else Work.NONE))
+        (now - began, Culprit(consumer, number, _KINDS.get(work, Work.NONE)))
         for work, consumer, number, began in _RECORD.iter_unpack(memory)
     ]
     own = [one for one in records[1:] if one[1].work is not Work.NONE and one[0] >= still_s / 2]

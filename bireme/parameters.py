@@ -52,6 +52,11 @@ class Parameter:
         return list[kind] if self.is_list else kind  # type: ignore[valid-type]
 
     @property
+    def range_text(self) -> str:
+        bound = "" if math.isinf(self.high) else f" to {self.high:g}"
+        return f"{'above' if self.is_low_open else 'from'} {self.low:g}{bound}"
+
+    @property
     def advice(self) -> str:
         """Return the remedy for a value outside the range, in the client's words."""
         return self.remedy if self.remedy or self.off is None else f"{self.off:g} is off"

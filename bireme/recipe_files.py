@@ -221,14 +221,15 @@ def _check_busy(rules: Sequence[BusyRule]) -> None:
 
 def _check_events(recipe: Recipe) -> None:
     events = recipe.kv_events
-    if events.plane != "zmq" and not events.nats_url:
+    if events.plane == "zmq":
+        if events.nats_url or events.nats_credentials:
+            raise ConfigError(
+                "kv_events.nats_url and nats_credentials are for planes nats and jetstream; set kv_events.plane"
+            )
+    elif not events.nats_url:
         raise ConfigError(f"kv_events.plane is {events.plane} but kv_events.nats_url is not set (nats://host:4222)")
-    if events.plane != "zmq" and events.host:
+    elif events.host:
         raise ConfigError(f"kv_events.host: {events.host!r} is for plane zmq, plane is {events.plane}; remove it")
-    if events.plane == "zmq" and (events.nats_url or events.nats_credentials):
-        raise ConfigError(
-            "kv_events.nats_url and nats_credentials are for planes nats and jetstream; set kv_events.plane"
-        )
     for stage, entry in recipe.workers.items():
         size = entry.engine_config.kv_cache_config.event_buffer_max_size
         if size and not recipe.publishes_events and not entry.kind.has_llm_args:  # those have checks of their own

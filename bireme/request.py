@@ -106,9 +106,10 @@ def _read(tensor: TensorSpec, array: Array) -> Any:
     if array.dtype.kind not in kinds:
         raise RequestError(f"{tensor.name}: data type {array.dtype}; send {tensor.data_type}")
     is_single = tensor.dims == (1,)
-    if is_single and array.size != 1:
-        raise RequestError(f"{tensor.name}: shape {list(array.shape)}; send exactly one value, shape [1]")
-    if not is_single and (array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1)):
+    if is_single:
+        if array.size != 1:
+            raise RequestError(f"{tensor.name}: shape {list(array.shape)}; send exactly one value, shape [1]")
+    elif array.shape[:-1] not in ((), (1,)):
         raise RequestError(f"{tensor.name}: shape {list(array.shape)}; send one row, shape [n]")
     flat = array.reshape(-1)
     if tensor.kind == "array":

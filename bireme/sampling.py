@@ -193,13 +193,11 @@ def _number(value: _Value, parameter: Parameter) -> float:
         number = float(raw) if isinstance(raw, (str, int, float)) and not isinstance(raw, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    is_open = parameter.is_low_open
-    if math.isfinite(number) and low <= number <= high and not (is_open and number == low):
+    if math.isfinite(number) and low <= number <= high and not (parameter.is_low_open and number == low):
         return number
-    allowed = f" {'above' if is_open else 'from'} {low:g}" + ("" if math.isinf(high) else f" to {high:g}")
     if math.isfinite(number):
-        raise _wrong(value, f"the range is{allowed}, {parameter.advice}")
-    raise _wrong(value, f"send a finite number{allowed}")
+        raise _wrong(value, f"the range is {parameter.range_text}, {parameter.advice}")
+    raise _wrong(value, f"send a finite number {parameter.range_text}")
 
 
 def _flag(value: _Value) -> bool:
@@ -211,19 +209,17 @@ def _flag(value: _Value) -> bool:
     return known[str(value.raw).lower()]
 
 
-def _strings(value: _Value, limit: int, limit_name: str, max_bytes: int | None = None) -> tuple[str, ...]:
+def _strings(value: _Value, limit: int, limit_name: str, max_bytes: float = math.inf) -> tuple[str, ...]:
     raw = [value.raw] if isinstance(value.raw, str) else value.raw
-    count = (
-        len(raw) - raw.count("") if isinstance(raw, list) else 0
-    )  # clients of tensorrtllm_backend send [""] for none
-    if count > limit:
+    is_list = isinstance(raw, list)
+    if is_list and (count := len(raw) - raw.count("")) > limit:  # clients of tensorrtllm_backend send [""] for none
         raise RequestError(f"{value.where}: {count} strings; {limit_name} is {limit}, send fewer")
-    if not isinstance(raw, list) or not all(isinstance(item, str) for item in raw):
+    if not is_list or not all(isinstance(item, str) for item in raw):
         raise _wrong(value, "send a string or a list of strings")
-    items = tuple(item for item in raw if item)
+    items = tuple(filter(None, raw))
     for item in items:
         num_bytes = len(item.encode("utf-8", "surrogatepass"))
-        if max_bytes is not None and num_bytes > max_bytes:
+        if num_bytes > max_bytes:
             raise RequestError(
                 f"{value.where}: a string of {num_bytes} bytes; limits.max_stop_string_bytes is {max_bytes}, shorten it"
             )
@@ -245,7 +241,7 @@ def _wrong(value: _Value, remedy: str) -> RequestError:
 
 
 def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
-    fields = {name: _READERS[name](value, limits) for name, value in values.items() if name in _READERS}
+    fields = {name: _READERS[name](value, limits) for name, value in values.items()}
     beside = {} if _FIELDS.issuperset(fields) else _combine(fields, values, limits)
     if fields.get("top_p") == 0 and fields.get("top_k"):
         del fields["top_p"]
@@ -259,30 +255,26 @@ def _build(values: dict[str, _Value], limits: Limits) -> Sampling:
 
 def _combine(fields: dict[str, Any], values: dict[str, _Value], limits: Limits) -> dict[str, Any]:
     """Convert what is not as it was sent: SamplingParams' fields in place; Sampling's are returned."""
-    beside: dict[str, Any] = {name: fields[name] for name in ("bad_words", "priority", "lora_name") if name in fields}
-    words, weights = fields.get("embedding_bias_words", ()), fields.get("embedding_bias_weights", ())
+    others = {name: fields.pop(name) for name in fields.keys() - _FIELDS}
+    words, weights = others.get("embedding_bias_words", ()), others.get("embedding_bias_weights", ())
     if len(words) != len(weights):
         raise RequestError(
             f"embedding_bias_words: {len(words)} words, {len(weights)} embedding_bias_weights; send one weight a word"
         )
-    beside["bias_words"] = tuple(zip(words, weights, strict=True))
-    if fields.get("return_log_probs"):
+    if others.get("return_log_probs"):
         fields.setdefault("logprobs", 0)
     if (best_of := values.get("best_of")) is not None:
         n = fields.get("n", 1)
         _integer(best_of, n, n, "it must equal n: candidates are not ranked")
-    if fields.get("use_beam_search"):
-        raise _wrong(values["use_beam_search"], "beam search is not served; leave it out")
     if "guided_decoding" not in fields and (guide := _guide_of_pair(values, limits)) is not None:
         fields["guided_decoding"] = guide
-    end_id = fields.get("end_id")
-    for name in fields.keys() - _FIELDS:
-        del fields[name]
+    end_id = others.get("end_id")
     if end_id == -1:
         fields.setdefault("ignore_eos", True)
     elif end_id is not None:
         fields["end_id"] = end_id
-    return beside
+    beside = {name: others[name] for name in others.keys() & _BESIDE}
+    return {"bias_words": tuple(zip(words, weights, strict=True)), **beside}
 
 
 def _check_travels(params: SamplingParams) -> None:
@@ -390,6 +382,11 @@ def _guide(value: _Value, limits: Limits) -> dict[str, Any]:
     return dict(value.raw)
 
 
+def _no_beams(value: _Value, limits: Limits) -> None:
+    if _flag(value):
+        raise _wrong(value, "beam search is not served; leave it out")
+
+
 def _raw(value: _Value, limits: Limits) -> Any:
     """A value that `_combine` reads together with others."""
     return value.raw
@@ -410,11 +407,12 @@ _OWN: dict[str, _Reader] = {
     "guided_decoding_guide_type": _raw,
     "guided_decoding_guide": _raw,
     "best_of": _raw,
-    "use_beam_search": lambda value, limits: _flag(value),
+    "use_beam_search": _no_beams,
     "lora_name": lambda value, limits: str(value.raw),
 }
 _READERS = {row.name: _OWN.get(row.name) or _ranged(row) for row in PARAMETERS}
 _FIELDS = frozenset(row.name for row in PARAMETERS if row.is_field)
+_BESIDE = frozenset({"bad_words", "priority", "lora_name"})  # Sampling's, as they were sent
 
 
 def _spellings(word: str, encode: EncodeText) -> set[tuple[int, ...]]:

@@ -134,9 +134,9 @@ def _processors(inputs: Tensors, limits: Limits) -> tuple[ProcessorCall, ...]:
 def _histories(inputs: Tensors, num_rows: int, vocab_size: int) -> list[Ids]:
     """Cut input_ids into one history a row."""
     ids = _integers(inputs, "input_ids", np.zeros(0, np.int32))
-    if ids.size and not (0 <= ids.min() and ids.max() < vocab_size):
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise RequestError(f"input_ids: {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise RequestError(f"input_ids: {wrong[0]} is not in the vocabulary, 0 to {vocab_size - 1}")
     if num_rows > 1 and ids.size and "input_lengths" not in inputs:
         raise RequestError(f"input_lengths: missing; {num_rows} rows of logits share input_ids, send one length a row")
     lengths = _integers(inputs, "input_lengths", np.array([ids.size] + [0] * (num_rows - 1)))

@@ -149,7 +149,7 @@ class Stream:
         if self._is_closed:
             return
         try:
-            self._write(responses, is_ended, error)
+            self._write([] if self.cancelled else _merge(responses), is_ended, error)
         except BaseException as failure:  # a tensor that Triton refuses: the client must still get its end
             logger.exception("send_failed")
             self._break(failure)
@@ -163,17 +163,16 @@ class Stream:
         self.is_urgent = self.is_urgent or is_urgent
         return wakes
 
-    def _write(self, responses: list[Response], is_ended: bool, error: BaseException | None) -> None:
-        merged = [] if self.cancelled else _merge(responses)
-        ends_with_response = is_ended and error is None and bool(merged)
-        for response in merged[:-1] if ends_with_response else merged:
+    def _write(self, merged: list[Response], is_ended: bool, error: BaseException | None) -> None:
+        last = merged.pop() if is_ended and error is None and merged else None
+        for response in merged:
             self._outlet.send(response, False)
             self.num_sent += 1
         if not is_ended:
             return
         with self._gate:
-            if ends_with_response:
-                self._outlet.send(merged[-1], True)
+            if last is not None:
+                self._outlet.send(last, True)
                 self.num_sent += 1
             elif error is not None or not self._is_decoupled:
                 self._outlet.fail(error or self._missing_answer())
