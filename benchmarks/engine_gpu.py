@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bireme.config import EngineConfig, KvCacheConfig, Limits
+from bireme.config import CudaGraphConfig, EngineConfig, KvCacheConfig, Limits
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.loading import LoadedEngine
@@ -85,6 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--modules", action="store_true", help="transformers' own modules in place of the fused decoder"
     )
+    parser.add_argument("--no-graphs", action="store_true", help="every step kernel by kernel")
     parser.add_argument("--quick", action="store_true", help="batch 1, short contexts, 4 steps, no prefill")
     options = parser.parse_args()
     if options.quick:
@@ -175,6 +176,7 @@ class Bench:
             max_seq_len=1024 if options.quick else 20000,
             kv_cache_config=KvCacheConfig(tokens_per_block=32, max_tokens=8192 if options.quick else None),
             load_format="dummy",
+            cuda_graph_config=None if options.no_graphs else CudaGraphConfig(),
         )
         if options.modules:
             from bireme.engines.torch.forward import decoder_weights
