@@ -191,7 +191,7 @@ class SteppedEngine:
         self._sampling_s: list[float] = []
         self.prefill_s = float("inf")
         parts = loaded.core._parts
-        parts.runner.forward = timed(parts.runner.forward, self._model_s)  # type: ignore[method-assign]
+        parts.forward.compute = timed(parts.forward.compute, self._model_s)  # type: ignore[method-assign]
         parts.sampler.sample = timed(parts.sampler.sample, self._sampling_s)  # type: ignore[method-assign]
 
     @property

@@ -220,7 +220,7 @@ class Bench:
 
     def _replay_seconds(self, count: int) -> float | None:
         """Return a step's seconds if nothing but its graph is launched; None where it has none."""
-        resident = self._core._parts.resident
+        resident = self._core._parts.forward.resident
         graphs = resident._graphs if resident is not None else {}
         if (graph := graphs.get(min((size for size in graphs if size >= count), default=0))) is None:
             return None
@@ -241,7 +241,7 @@ class Bench:
 
     def short_prompts(self, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
         """Return ms to the first token, the median of five: with graphs, and kernel by kernel."""
-        runner, long = self._core._parts.runner, self._random.integers(10, 500, 32 * max(lengths)).astype("<i4")
+        forward, long = self._core._parts.forward, self._random.integers(10, 500, 32 * max(lengths)).astype("<i4")
         self._submit(len(long), 1, long)
         self._drain()
         cases = {f"{length}": (length, None) for length in lengths}
@@ -250,11 +250,11 @@ class Bench:
         for name, (length, prompt) in cases.items():
             times: dict[str, list[float]] = {"graph": [], "kernels": []}
             for turn in range(10):
-                graphs, way = runner._graphs, "kernels" if turn % 2 else "graph"
-                runner._graphs = [] if turn % 2 else graphs
+                graphs, way = forward.graphs, "kernels" if turn % 2 else "graph"
+                forward.graphs = {} if turn % 2 else graphs
                 self._submit(length, 1, prompt)
                 times[way].append(sum(self._drain()[0]))
-                runner._graphs = graphs
+                forward.graphs = graphs
             found[name] = {way: round(1e3 * sorted(one)[2], 2) for way, one in times.items()}
         return found
 

@@ -153,6 +153,13 @@ TABLE: dict[str, MetricSpec] = {
             "worker",
         ),
         _histogram("bireme_engine_step_seconds", "One engine step.", _SECONDS, "worker"),
+        _counter(
+            "bireme_engine_steps_total",
+            "Steps of the torch engine by what computed them: modules (transformers' own), packed, fused, resident, "
+            "decode_graph, prompt_graph.",
+            "worker",
+            "path",
+        ),
         _gauge("bireme_engine_load_seconds", "Time from start to ready of this engine life.", "worker"),
         _counter(
             "bireme_weights_loads_total",

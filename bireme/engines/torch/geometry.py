@@ -66,3 +66,8 @@ class EngineLimits:
     max_queue_time_s: float
     best_effort_share: float
     overlaps: bool = False  # a decode step is started before the tokens of the one before are read
+
+    @property
+    def most_blocks(self) -> int:
+        """Return the blocks of the longest row, its next token included."""
+        return -(-self.max_seq_len // self.tokens_per_block) + 1

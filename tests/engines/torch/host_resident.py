@@ -40,7 +40,7 @@ class HostResident:
         for sequence in batch if ahead else ():
             sequence.tokens.append(self._last[sequence.key])
             sequence.computed += 1
-        logits = self._parts.runner.forward(self._parts.builder.build(SchedulerOutput(decodes=list(batch)))).clone()
+        logits = self._parts.forward.run(SchedulerOutput(decodes=list(batch))).logits.clone()
         for sequence in batch if ahead else ():
             sequence.tokens.pop()
             sequence.computed -= 1

@@ -28,7 +28,7 @@ def test_a_tiny_model_equals_generate(tmp_path, model_type):
     assert len({token for tokens in expected for token in tokens}) > 20
     with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
         assert engine.run([request(prompt, 24) for prompt in PROMPTS]) == expected
-        is_on_modules = engine.core._parts.runner._decoder is None
+        is_on_modules = engine.core._parts.forward.paths == ["modules"]
     assert is_on_modules is (type(model).__name__ not in FAMILIES)
 
 
@@ -38,7 +38,7 @@ def test_what_a_failed_request_left_in_a_block_reaches_nobody(tmp_path):
     with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
         expected = engine.run(asked)
     with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
-        store = engine.core._parts.runner._store
+        store = engine.core._parts.forward.modules._store
         for pool in (*store.keys, *store.values):
             pool.fill_(float("nan"))
         assert engine.run(asked) == expected

@@ -31,7 +31,7 @@ def model(request, tmp_path_factory):
 def test_ten_requests_at_once_equal_generate_twice(model, settings):
     expected = model.expect(PROMPTS, 40)
     with Harness(model.path, tokens_per_block=8, **settings) as engine:
-        assert engine.core._parts.resident is not None
+        assert engine.core._parts.forward.resident is not None
         for _ in range(2):
             assert engine.run([request(prompt, 40) for prompt in PROMPTS]) == expected
         assert engine.core.scheduler.num_preemptions > 0 or settings is not PREEMPTING

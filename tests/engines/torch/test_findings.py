@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
-from bireme.engines.torch import loading
+from bireme.engines.torch.forward import opening
+from bireme.engines.torch.forward.modules import Modules
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
-from bireme.engines.torch.forward.runner import HfRunner
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
@@ -28,7 +28,7 @@ def model(request, tmp_path):
 def found_out(monkeypatch):
     """What of the model was run while an engine started, or served."""
     seen = []
-    for holder, name in ((loading, "probe"), (loading, "peak_bytes"), (HfRunner, "compute_by_modules")):
+    for holder, name in ((opening, "probe"), (opening, "peak_bytes"), (Modules, "compute")):
         made = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *args, made=made, name=name: (seen.append(name), made(*args))[1])
     return seen
@@ -39,7 +39,7 @@ def start(model, path, **settings):
 
 
 def has_decoder(engine):
-    return engine.core._parts.runner._decoder is not None
+    return "modules" not in engine.core._parts.forward.paths
 
 
 def answer(model, path, **settings):
@@ -55,7 +55,7 @@ def test_the_next_life_answers_alike_and_does_not_find_it_out_again(model, tmp_p
     assert "probe" in found_out
     found_out.clear()
     with start(model, path) as engine:  # without a decoder of ours the modules warm up and serve
-        assert set(found_out) == (set() if has_decoder(engine) else {"compute_by_modules"})
+        assert set(found_out) == (set() if has_decoder(engine) else {"compute"})
     assert answer(model, path) == expected
     assert caplog.text.count("findings_read layers=3") == 2
 

@@ -12,7 +12,7 @@ from bireme.engines.torch import kernels
 from bireme.engines.torch.forward import decoder_weights
 from bireme.engines.torch.forward.decode_graphs import graph_sizes
 from bireme.engines.torch.forward.graphs import capture
-from bireme.engines.torch.forward.runner import HfRunner
+from bireme.engines.torch.forward.modules import Modules
 from bireme.serving_options import ServingOptions
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
@@ -54,7 +54,7 @@ def answer(request, tmp_path_factory):
 
     def run(is_fused, **settings):
         with Harness(path, **ENGINE, **settings) as engine:
-            assert (engine.core._parts.resident is not None) is is_fused
+            assert (engine.core._parts.forward.resident is not None) is is_fused
             return [engine.run(requests) for requests in asked]
 
     return run
@@ -108,9 +108,9 @@ def test_a_later_life_compares_it_with_what_the_modules_computed_in_the_first(tm
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     with Harness(path, **ENGINE, context=context) as engine:
         expected = engine.run([request(PROMPTS[2], 3)])
-    monkeypatch.setattr(HfRunner, "compute_by_modules", None)
+    monkeypatch.setattr(Modules, "compute", None)
     with Harness(path, **ENGINE, context=context) as engine:
-        assert engine.core._parts.resident is not None and engine.run([request(PROMPTS[2], 3)]) == expected
+        assert engine.core._parts.forward.resident is not None and engine.run([request(PROMPTS[2], 3)]) == expected
 
 
 class ComputedAgain:
@@ -128,7 +128,7 @@ def test_a_graph_is_made_when_a_step_needs_it_or_while_nothing_runs(tmp_path, mo
     path = tiny_models.save(tmp_path, "mistral", **SMALL)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     with Harness(path, **ENGINE) as engine, caplog.at_level("INFO"):
-        resident = engine.core._parts.resident
+        resident = engine.core._parts.forward.resident
         expected = engine.run([request(PROMPTS[2], 3)])
         monkeypatch.setattr(resident, "_make", lambda size, pool: ComputedAgain(resident, size))
         resident._to_make = [1, 2]
@@ -147,7 +147,7 @@ def test_steps_go_on_without_graphs_that_cannot_be_made(tmp_path, monkeypatch, c
     path = tiny_models.save(tmp_path, "mistral", **SMALL)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     with Harness(path, **ENGINE) as engine:
-        resident = engine.core._parts.resident
+        resident = engine.core._parts.forward.resident
         expected = engine.run([request(PROMPTS[2], 3)])
         monkeypatch.setattr(resident, "_make", refuse)
         resident._to_make = [1, 2]

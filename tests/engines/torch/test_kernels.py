@@ -114,7 +114,7 @@ def test_an_engine_that_runs_on_the_kernels_equals_generate(tiny, monkeypatch):
     monkeypatch.setattr(decoder_weights, "FAMILIES", ())
     model, prompt = tiny("gemma3"), make_prompts(12)[0]
     with Harness(model.path, max_num_tokens=8, tokens_per_block=8, max_batch_size=1) as engine:
-        assert engine.core._parts.runner.uses_kernels
+        assert engine.core._parts.forward.modules.uses_kernels
         assert engine.run([request(prompt, 2)]) == model.expect([prompt], 2)
         longer = [*prompt, 7]  # behind a block that is reused
         assert engine.run([request(longer, 1)]) == model.expect([longer], 1)

@@ -229,25 +229,25 @@ def test_stopping_ends_what_runs_with_unavailable(llama):
 
 
 def test_a_step_that_raises_fails_its_requests_and_the_next_ones_work(engine, llama):
-    runner = engine.core._parts.runner
-    forward, runner.forward = runner.forward, lambda batch: 1 / 0
+    forward = engine.core._parts.forward
+    compute, forward.compute = forward.compute, lambda batch: 1 / 0
     result = engine.submit(request(PROMPTS[1]))
     assert result.finish.error.startswith("INTERNAL: ZeroDivisionError")
-    runner.forward = forward
+    forward.compute = compute
     assert engine.manager.num_referenced == 0
     assert engine.run([request(PROMPTS[1])]) == llama.expect([PROMPTS[1]])
 
 
 def test_out_of_memory_ends_the_request_that_needs_most_and_nobody_else(engine, llama, caplog):
-    runner = engine.core._parts.runner
-    forward = runner.forward
+    forward = engine.core._parts.forward
+    compute = forward.compute
 
     def small_steps_fit(batch):
         if batch.ids.shape[1] > 40:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has 2 GiB free.")
-        return forward(batch)
+        return compute(batch)
 
-    runner.forward = small_steps_fit
+    forward.compute = small_steps_fit
     small = [engine.submit(request(PROMPTS[1])), engine.submit(request(PROMPTS[0]))]
     large = engine.submit(request(PROMPTS[4]))
     assert large.finish.error.startswith("INTERNAL: out of memory in a step") and large.tokens == []
@@ -294,7 +294,7 @@ def test_sampling_without_a_seed_draws_one(engine):
 
 
 def test_steps_that_fail_again_and_again_end_the_process(engine):
-    engine.core._parts.runner.forward = lambda batch: 1 / 0
+    engine.core._parts.forward.compute = lambda batch: 1 / 0
     results: list[Result] = []
     for _ in range(3):
         results.append(engine.submit(request(PROMPTS[1])))

@@ -11,7 +11,8 @@ import torch
 from bireme.config import EngineConfig, KvCacheConfig, SchedulerConfig
 from bireme.engines.torch.geometry import LayerGeometry
 from bireme.engines.torch.pools.kv_store import group_layers
-from bireme.engines.torch.weights.limits import GpuMemory, gpu_pool_bytes, narrow_windows, pool_sizes, resolve_limits
+from bireme.engines.torch.pools.sizes import GpuMemory, gpu_pool_bytes, pool_sizes
+from bireme.engines.torch.weights.limits import narrow_windows, resolve_limits
 from bireme.errors import ConfigError
 
 MODEL = SimpleNamespace(max_position_embeddings=4096, vocab_size=32000, rope_parameters={"rope_type": "default"})

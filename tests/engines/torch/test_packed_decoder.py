@@ -178,7 +178,7 @@ def answer(tmp_path):
 
     def run(is_packed, **settings):
         with Harness(path, max_num_tokens=24, tokens_per_block=8, **settings) as engine:
-            decoder = engine.core._parts.runner._decoder
+            decoder = engine.core._parts.forward.decoder
             assert isinstance(decoder, packed_decoder.PackedDecoder) is is_packed
             assert engine.manager.num_referenced == 0  # the check at load, passed or not, has kept no block
             return engine.run(asked), decoder
@@ -271,7 +271,7 @@ def test_weights_that_can_not_be_packed_stay_plain(answer, by_modules, monkeypat
 @on_cpu
 def test_weights_are_held_once(tmp_path):
     with Harness(tiny_models.save(tmp_path, "qwen3")) as engine:
-        assert all(parameter.is_meta for parameter in engine.core._parts.runner._model.parameters())
+        assert all(parameter.is_meta for parameter in engine.core._parts.forward.modules._model.parameters())
 
 
 def test_what_it_does_not_compute_is_told_with_the_reason(tmp_path, caplog):

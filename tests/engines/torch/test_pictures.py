@@ -124,7 +124,7 @@ def test_the_encoder_loads_the_vision_tower_and_not_the_language_model(models, d
 
 def test_workers_that_encode_elsewhere_drop_the_vision_tower(deployments):
     decode = deployments("llava", "e-p-d").engines["decode"]
-    assert decode.core._parts.runner._model.whole.model.vision_tower is None
+    assert decode.core._parts.forward.modules._model.whole.model.vision_tower is None
 
 
 def test_the_same_picture_shares_kv_and_another_one_does_not(models, deployments):

@@ -11,6 +11,7 @@ pytest.importorskip("triton.language", reason="triton is not installed: it comes
 from bireme.config import CudaGraphConfig
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward import decoder_weights, prompt_graphs
+from bireme.engines.torch.forward.forward import StepPath
 from bireme.engines.torch.forward.prompt_graphs import PromptGraphs, sizes_up_to
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
@@ -52,15 +53,15 @@ def on_kernels(monkeypatch):
 
 def graphs_of(engine, has_grid_positions=False):
     """Return the engine's graphs once all are made; where there is no GPU it is given some here."""
-    parts = engine.core._parts
-    if parts.prompt_graphs is None and IS_CUDA:
+    parts, path = engine.core._parts, StepPath.PROMPT_GRAPH
+    forward = parts.forward
+    if path not in forward.graphs and IS_CUDA:
         pytest.skip("the model's modules do what no graph holds")
-    if parts.prompt_graphs is None:
+    if path not in forward.graphs:
         shape = ([group.window for group in engine.manager.groups], parts.limits, torch.device("cpu"))
-        parts.prompt_graphs = PromptGraphs(parts.runner.compute, *shape, has_grid_positions)
-        parts.runner.use(parts.prompt_graphs)
+        forward.graphs[path] = PromptGraphs(forward.decoder.compute, *shape, has_grid_positions)
         engine.engine._post(lambda: None)  # it sleeps
-    made = parts.prompt_graphs
+    made = forward.graphs[path]
     wait_for(lambda: not made._to_make, 60)
     engine.settle()
     return made
@@ -70,9 +71,9 @@ def replays(graphs, monkeypatch):
     """Return a list that grows by the number of rows of each replay."""
     found, replay = [], graphs.replay
 
-    def counted(batch):
-        if (logits := replay(batch)) is not None:
-            found.append(len(logits))
+    def counted(batch, size):
+        logits = replay(batch, size)
+        found.append(len(logits))
         return logits
 
     monkeypatch.setattr(graphs, "replay", counted)
@@ -98,7 +99,7 @@ def test_an_engine_with_them_answers_as_one_without(path, is_fused, monkeypatch)
     if not is_fused:
         monkeypatch.setattr(decoder_weights, "FAMILIES", ())
     with Harness(path, **ENGINE, cuda_graph_config=None) as engine:
-        assert engine.core._parts.prompt_graphs is None
+        assert StepPath.PROMPT_GRAPH not in engine.core._parts.forward.graphs
         expected = [answers(engine, requests) for requests in [*ASKED, *BESIDE]]
     with Harness(path, **ENGINE) as engine:
         graphs = graphs_of(engine)
@@ -136,12 +137,12 @@ def test_positions_in_three_dimensions_and_text_behind_pictures(tmp_path, monkey
 
 def test_they_are_made_while_nothing_runs(tmp_path, monkeypatch):
     with Harness(tiny_models.save(tmp_path, "mistral", **SMALL), **ENGINE) as engine:
-        parts, seen = engine.core._parts, []
-        maker = type("Maker", (), {"make_next_graph": lambda _: bool(seen.append(engine.core.is_empty))})()
-        parts.prompt_graphs = maker
+        graphs, seen = engine.core._parts.forward.graphs, []
+        makes = {"make_next_graph": lambda _: bool(seen.append(engine.core.is_empty)), "size_for": lambda *_: 0}
+        graphs[StepPath.PROMPT_GRAPH] = type("Maker", (), makes)()
         engine.run([request(FIRST, 4), request(SECOND, 3)])
         wait_for(lambda: seen, 30)
-        parts.prompt_graphs = None
+        del graphs[StepPath.PROMPT_GRAPH]
     assert all(seen)
 
 
@@ -163,7 +164,7 @@ def test_one_that_cannot_be_made_is_the_last_to_be_tried(tmp_path, monkeypatch, 
 def test_settings_turn_them_off(tmp_path, config):
     path = tiny_models.save(tmp_path, "mistral", **SMALL)
     with Harness(path, **ENGINE, cuda_graph_config=config) as engine:
-        assert engine.core._parts.prompt_graphs is None
+        assert StepPath.PROMPT_GRAPH not in engine.core._parts.forward.graphs
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ class GpuOrder:
         self.windows = [group.window for group in engine.manager.groups]
         self.written, self.copies = {}, []  # (window, block's step, step waited for, steps done, given) of each copy
         for owner, name in [
-            (parts.builder, "build"), (parts.runner, "forward"), (parts.sampler, "sample"),
+            (parts.forward.builder, "build"), (parts.forward, "compute"), (parts.sampler, "sample"),
             (parts.mover, "note_computed"), (parts.mover, "offload"),
         ]:  # fmt: skip
             monkeypatch.setattr(owner, name, self._told(getattr(self, name), getattr(owner, name)))
@@ -319,7 +319,7 @@ class GpuOrder:
             for group, blocks in enumerate(sequence.table.blocks):
                 self.written.update({(group, block): self.num_given + 1 for block in blocks[first : last + 1]})
 
-    def forward(self, batch):
+    def compute(self, batch):
         self.num_given += 1
 
     def sample(self, *args):

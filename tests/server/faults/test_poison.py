@@ -28,13 +28,13 @@ class HangsAStep(HangsItself):
     '''Makes a token whose step has no end.'''
     def __init__(self, context, /):
         super().__init__(context)
-        from bireme.engines.torch.forward.runner import HfRunner
-        forward = HfRunner.forward
+        from bireme.engines.torch.forward.forward import Forward
+        compute = Forward.compute
         def hang(self, batch):
             if (batch.ids == {TOKEN}).any():
                 time.sleep(3600)
-            return forward(self, batch)
-        HfRunner.forward = hang
+            return compute(self, batch)
+        Forward.compute = hang
     def __call__(self, token_ids, logits):
         if len(token_ids) >= self.until:
             logits[{TOKEN}] = 1e6

@@ -49,15 +49,16 @@ class DecodeGraphs:
             pool = made.graph.pool()
         logger.info("graphs_made sizes=%s s=%.1f", ",".join(map(str, self._sizes)), time.monotonic() - began)
 
-    def replay(self, batch: Batch) -> Tensor | None:
-        """Return the logits of a decode step; None for any other."""
+    def size_for(self, batch: Batch) -> int:
+        """Return the size of the graph that holds this step; 0: none does."""
         count = batch.num_decodes
         if not batch.is_decode or count > self._sizes[-1]:
-            return None
+            return 0
         size = next(size for size in self._sizes if size >= count)
-        if size != count and not self._is_padded:
-            return None
-        made = self._graphs[size]
+        return size if size == count or self._is_padded else 0
+
+    def replay(self, batch: Batch, size: int) -> Tensor:
+        count, made = batch.num_decodes, self._graphs[size]
         made.batch.ids[:, :count].copy_(batch.ids, non_blocking=True)
         made.batch.positions[..., :count].copy_(batch.positions, non_blocking=True)
         for own, group in zip(made.batch.groups, batch.groups, strict=True):
@@ -72,6 +73,10 @@ class DecodeGraphs:
                 own.decode.lengths[count:].fill_(1)
         made.graph.replay()
         return self._logits[:count]
+
+    def make_next_graph(self) -> bool:
+        """All are made."""
+        return False
 
     def _make(self, size: int, pool: Pool | None) -> StepGraph:
         batch = self._batch(size)

@@ -33,7 +33,7 @@ class DecodeState:
         num_kv, self.num_groups = store.keys[0].shape[1] // size, len(store.groups)
         make: Any = {"dtype": torch.int32, "device": head.device}
         self.spare, self.num_kv, self.tile = num_slots, num_kv, tile_of(store.dtype, size)
-        self.windows = [group.window for group in store.groups]
+        self.windows = store.windows
         self.told = torch.zeros(self.size_of(most_rows), **make)
         self.tables = torch.zeros(self.num_groups, num_slots + 1, columns, **make)
         self.requests = torch.zeros(num_slots + 1, NUM_COLUMNS, **make)

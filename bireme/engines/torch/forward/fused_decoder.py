@@ -29,7 +29,7 @@ class FusedDecoder:
     def __init__(self, weights: DecoderWeights, store: KvStore) -> None:
         self.weights = weights
         self._store = store
-        self._windows = [store.groups[group].window for group in store.group_of]
+        self._windows = [store.windows[group] for group in store.group_of]
         self._scale = float(torch.tensor(weights.embed_scale).to(store.dtype))  # as transformers rounds it
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]

@@ -45,7 +45,7 @@ class PackedDecoder:
         is_shared: bool = False,
     ) -> None:
         """Keeps no reference to `weights`, so that packing frees each. `is_shared`: they stay as they are."""
-        windows = [store.groups[group].window for group in store.group_of]
+        windows = [store.windows[group] for group in store.group_of]
         self.ops = make_ops(
             [
                 AttentionLayer(

@@ -56,22 +56,23 @@ class PromptGraphs:
             logger.info("prompt_graph_made tokens=%d s=%.3f", size, time.monotonic() - began)
         return True
 
-    def replay(self, batch: Batch) -> Tensor | None:
-        """Return the logits (0 or 1, vocabulary) of a chunk and nothing else; None for any other step."""
-        count, rows = batch.ids.shape[1], batch.logits_rows
-        if batch.num_decodes or batch.embeddings or batch.prompt_rows or rows is None:
-            return None
+    def size_for(self, batch: Batch) -> int:
+        """Return the size of the graph that holds this step, one chunk and nothing else; 0: none does."""
+        if batch.num_decodes or batch.embeddings or batch.prompt_rows:
+            return 0
+        count, chunks = batch.ids.shape[1], batch.groups[0].chunks
         size = min((size for size in self._graphs if size >= count), default=0)
-        chunks = batch.groups[0].chunks
-        if not size or len(chunks) != 1 or not isinstance(chunks[0], PackedChunks) or not chunks[0].is_single:
-            return None
-        if count > _FEW and chunks[0].longest_key > _MOST_SEEN:
-            return None
+        if len(chunks) != 1 or not isinstance(chunks[0], PackedChunks) or not chunks[0].is_single:
+            return 0
+        return 0 if count > _FEW and chunks[0].longest_key > _MOST_SEEN else size
+
+    def replay(self, batch: Batch, size: int) -> Tensor:
+        """Return the chunk's logits (0 or 1, vocabulary)."""
         made = self._graphs[size]
-        _fill(made.batch, batch, count)
+        _fill(made.batch, batch, batch.ids.shape[1])
         made.graph.replay()
-        assert self._logits is not None
-        return self._logits[: len(rows)]
+        assert self._logits is not None and batch.logits_rows is not None
+        return self._logits[: len(batch.logits_rows)]
 
     def _make(self, size: int) -> StepGraph:
         batch = self._batch(size)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from bireme.engines.torch.forward.batch import BatchBuilder
-from bireme.engines.torch.forward.findings import Findings
-from bireme.engines.torch.forward.runner import HfRunner
+from bireme.engines.torch.forward.forward import Forward
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, SchedulerOutput, Sequence
+from bireme.engines.torch.weights.findings import Findings
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.rows import Row
 from bireme.messages import EngineRequest, SamplingParams
@@ -36,38 +36,36 @@ _MOST_TOKENS = {"cuda": 512, "cpu": 64}
 
 @dataclass(frozen=True, slots=True)
 class FirstPasses:
-    """What the first passes run on."""
+    """What a decoder is compared on with the modules."""
 
-    runner: HfRunner
-    builder: BatchBuilder
+    forward: Forward
     manager: BlockManager
     store: KvStore
     limits: EngineLimits
     findings: Findings
 
 
-def warm_up(on: FirstPasses) -> None:
+def warm_up(forward: Forward, manager: BlockManager, store: KvStore, limits: EngineLimits) -> None:
     """Run a prefill, many and few tokens behind a prefix, and a decode step of the largest batch that fits.
 
     Of kernels all variants.
     """
-    runner, builder, manager, store, limits = on.runner, on.builder, on.manager, on.store, on.limits
-    size = manager.tokens_per_block
+    run, size = forward.run, manager.tokens_per_block
     room = min(spec.num_blocks for spec in manager.groups) * size
     num_tokens = max(1, min(_MOST_TOKENS[store.device.type], limits.max_num_tokens, limits.max_seq_len - 1, room))
     prefill = _sequence(manager, 0, num_tokens)
     _hold(manager, prefill, num_tokens)
-    runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens)])))
+    run(SchedulerOutput(chunks=[(prefill, num_tokens)]))
     for computed in sorted({num_tokens // 2, num_tokens * 7 // 8} - {0}):
         prefill.computed = computed
-        runner.forward(builder.build(SchedulerOutput(chunks=[(prefill, num_tokens - prefill.computed)])))
+        run(SchedulerOutput(chunks=[(prefill, num_tokens - prefill.computed)]))
     manager.release(prefill.table)
     count = min(limits.max_batch_size, min(spec.num_blocks for spec in manager.groups))
     decodes = [_sequence(manager, slot, 1) for slot in range(count)]
     for sequence in decodes:
         _hold(manager, sequence, 1)
-    for rows in sorted({min(rows, count) for rows in (1, 8, 32, count)} if runner.uses_kernels else {count}):
-        runner.forward(builder.build(SchedulerOutput(decodes=decodes[:rows])))
+    for rows in sorted({min(rows, count) for rows in (1, 8, 32, count)} if forward.modules.uses_kernels else {count}):
+        run(SchedulerOutput(decodes=decodes[:rows]))
     for sequence in decodes:
         manager.release(sequence.table)
     store.clear(min(min(spec.num_blocks for spec in manager.groups), max(count, -(-num_tokens // size))) * size + size)
@@ -75,10 +73,10 @@ def warm_up(on: FirstPasses) -> None:
 
 def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
     """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
-    runner, builder, has_experts = on.runner, on.builder, resident.decoder.weights.has_experts
+    modules, builder, has_experts = on.forward.modules, on.forward.builder, resident.decoder.weights.has_experts
     with _checked(on.manager, on.limits) as (sequence, count):
         prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
-        expected = on.findings.logits(f"prompt of {count}", lambda: runner.compute_by_modules(prompt))
+        expected = on.findings.logits(f"prompt of {count}", lambda: modules.compute(prompt))
         _compare("prompt", expected, resident.decoder.compute(prompt), has_experts)
         _go_on(sequence, count)
         step = builder.build(SchedulerOutput(decodes=[sequence]))
@@ -88,7 +86,7 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         if resident.graph_error:
             raise RuntimeError(f"its first graph: {resident.graph_error}")
         found = flight.logits.clone()
-        expected = on.findings.logits(f"decode step after {count}", lambda: runner.compute_by_modules(step))
+        expected = on.findings.logits(f"decode step after {count}", lambda: modules.compute(step))
         _compare("decode step", expected, found, has_experts)
 
 
@@ -104,7 +102,7 @@ def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses)
             if computed == count:
                 _go_on(sequence, count)
             sequence.computed = computed
-            by_modules = partial(_compute, on.runner.compute_by_modules, on.builder, sequence, plan)
+            by_modules = partial(_compute, on.forward.modules.compute, on.forward.builder, sequence, plan)
             expected = on.findings.logits(f"{what} of {count}", by_modules)
             _compare(what, expected, _compute(decoder.compute, builder, sequence, plan), decoder.has_experts)
 

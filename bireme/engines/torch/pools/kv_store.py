@@ -52,6 +52,7 @@ class KvStore:
     ) -> None:
         """`is_shared`: other processes of the host copy rows out of it (a GPU's memory they can map in any case)."""
         self.groups = tuple(groups)
+        self.windows = [group.window for group in groups]
         self.tokens_per_block = tokens_per_block
         self.dtype = geometry[0].dtype
         self.device = device

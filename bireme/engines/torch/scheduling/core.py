@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from bireme.engines.base import PlainTokens, RequestKey, StepOutput
-from bireme.engines.torch.forward.batch import BatchBuilder
-from bireme.engines.torch.forward.runner import HfRunner
+from bireme.engines.torch.forward.forward import Computed, Forward, StepPath
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.images.picture_store import PictureStore
 from bireme.engines.torch.pools.block_mover import BlockMover
@@ -35,7 +34,6 @@ from bireme.logits.sampler import Sampled, Sampler
 from bireme.messages import Finish, FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
-    from bireme.engines.torch.forward.prompt_graphs import PromptGraphs
     from bireme.engines.torch.forward.resident_decode import (  # Triton's language: CUDA builds alone
         Flight,
         ResidentDecode,
@@ -58,8 +56,7 @@ class Parts:
     life: int
     post: Post
     limits: EngineLimits
-    runner: HfRunner
-    builder: BatchBuilder
+    forward: Forward
     manager: BlockManager
     sampler: Sampler[RequestKey]
     admission: Admission
@@ -69,14 +66,13 @@ class Parts:
     importer: TorchImporter | None = None
     mover: BlockMover | None = None  # where blocks have tiers below the device
     pictures: PictureStore | None = None  # of a model that takes pictures
-    resident: ResidentDecode | None = None  # decode steps of a model that can be fused
-    prompt_graphs: PromptGraphs | None = None  # on a GPU
 
 
 @dataclass(slots=True)
 class _Started:
     """A decode step whose tokens have not been read."""
 
+    resident: ResidentDecode
     plan: SchedulerOutput
     batch: list[Sequence]  # in the order of its rows
     flight: Flight
@@ -235,35 +231,34 @@ class EngineCore:
 
     def prepare(self) -> bool:
         """Do a piece of what makes later steps quicker, if nothing is under way; False: there is none left."""
-        makers = (self._parts.prompt_graphs, self._parts.resident)
-        return self.is_empty and any(maker.make_next_graph() for maker in makers if maker is not None)
+        return self.is_empty and self._parts.forward.make_next_graph()
 
     def _run(self, plan: SchedulerOutput, began: float) -> None:
         parts = self._parts
         self._begin(plan, began)
         if not plan.has_tokens:
             return
-        if parts.resident is not None and not plan.chunks and len(plan.decodes) <= parts.resident.most_rows:
-            self._run_resident(parts.resident, plan, began)
+        if (resident := parts.forward.resident_for(plan)) is not None:
+            self._run_resident(resident, plan, began)
             return
         computed = self._compute(plan)
         if computed is None:
             return
-        batch, logits = computed
+        batch, logits = computed.batch, computed.logits
         self._keep_prompt_logprobs(batch, logits)
         sampled = Sampled([], [])
         if batch.sampled:
             keys = [sequence.key for sequence in batch.sampled]
             sampled = parts.sampler.sample(logits[: len(keys)] if batch.prompt_rows else logits, keys)
         else:
-            parts.runner.keep_pace()
+            parts.forward.keep_pace()
             self._offload()  # these copies wait for the steps before, so that they are made during this one
             if parts.mover is not None:  # blocks that the step itself lets out of a window: for its end
                 parts.mover.note_computed()
         self._advance(plan)
         now = time.monotonic()
         self._accept_all(batch.sampled, sampled, now)
-        parts.accounts.stepped(now - began, len(batch.sampled))
+        parts.accounts.stepped(computed.path, now - began, len(batch.sampled))
 
     def _run_resident(self, resident: ResidentDecode, plan: SchedulerOutput, began: float) -> None:
         """Start a decode step. Where its rows need nothing from here, its tokens are read when the next has started."""
@@ -275,26 +270,24 @@ class EngineCore:
         if is_on_its_way and self._parts.limits.overlaps:
             self._started = started
         else:
-            self._land(resident, started)
+            self._land(started)
 
     def _go_on(self, started: _Started, began: float) -> None:
-        resident = self._parts.resident
-        assert resident is not None
         following = None if _has_guided(started.batch) else self.scheduler.follow(started.plan)
-        self._started = None if following is None else self._start(resident, following, began, ahead=1)
+        self._started = None if following is None else self._start(started.resident, following, began, ahead=1)
         if self._started is not None:  # the GPU is busy meanwhile, and copies wait for what it has been given
             self._start_copies(self.scheduler.admit_imports(), began)
-        self._land(resident, started)
+        self._land(started)
 
     def _start(self, resident: ResidentDecode, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
         sampler = self._parts.sampler
         flight = resident.start(plan.decodes, lambda sequence: sampler.row(sequence.key), ahead)
-        return _Started(plan, list(plan.decodes), flight, began)
+        return _Started(resident, plan, list(plan.decodes), flight, began)
 
-    def _land(self, resident: ResidentDecode, started: _Started) -> None:
+    def _land(self, started: _Started) -> None:
         """Read the tokens of a step; choose those that the GPU could not."""
         sampler, batch = self._parts.sampler, started.batch
-        tokens = resident.tokens(started.flight)
+        tokens = started.resident.tokens(started.flight)
         sampled = Sampled(tokens, [None] * len(batch))
         running = [row for row, sequence in enumerate(batch) if sequence.state is SequenceStatus.RUNNING]
         edited = [row for row in running if not sampler.row(batch[row].key).is_simple]
@@ -312,7 +305,7 @@ class EngineCore:
         self._advance(started.plan)
         now = time.monotonic()
         self._accept_all(batch, sampled, now)
-        self._parts.accounts.stepped(now - max(started.began_at, self._landed_at), len(running))
+        self._parts.accounts.stepped(StepPath.RESIDENT, now - max(started.began_at, self._landed_at), len(running))
         self._landed_at = now
 
     def _accept_all(self, sequences: list[Sequence], sampled: Sampled, now: float) -> None:
@@ -325,16 +318,14 @@ class EngineCore:
                 self._parts.accounts.num_canary_tokens += sequence.is_canary
                 self._accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
 
-    def _compute(self, plan: SchedulerOutput) -> tuple[Batch, Tensor] | None:
+    def _compute(self, plan: SchedulerOutput) -> Computed | None:
         """Return the step's logits. Out of memory ends the request that needs most, and the others' step is done."""
         while plan.has_tokens:
-            batch = self._parts.builder.build(plan)
             try:
-                return batch, self._parts.runner.forward(batch)
+                return self._parts.forward.run(plan)
             except torch.OutOfMemoryError as error:
                 text = str(error).partition(". ")[0]
             # Here, not above: the error's frames held what the failed pass had allocated.
-            del batch
             torch.cuda.empty_cache()
             largest = plan.largest
             logger.error("out_of_memory step=%d request=%s error=%s", self.num_steps, largest.key, text)

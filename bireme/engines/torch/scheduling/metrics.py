@@ -80,11 +80,12 @@ class TorchMetrics:
         if sequence.last_token_at:
             self._gaps[now - sequence.last_token_at] += 1
 
-    def stepped(self, seconds: float, num_tokens: int) -> None:
+    def stepped(self, path: str, seconds: float, num_tokens: int) -> None:
         for gap_s, count in self._gaps.items():
             self._metrics.observe("bireme_inter_token_latency_seconds", gap_s, times=count)
         self._gaps.clear()
         self._metrics.observe("bireme_engine_step_seconds", seconds)
+        self._metrics.add("bireme_engine_steps_total", 1, path)
         self._metrics.add("bireme_generated_tokens_total", num_tokens - self.num_canary_tokens)
         self.num_canary_tokens = 0
 

@@ -23,11 +23,6 @@ from bireme.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bireme.engines.torch.forward.decode_graphs import DecodeGraphs
-    from bireme.engines.torch.forward.fused_decoder import FusedDecoder
-    from bireme.engines.torch.forward.packed_decoder import PackedDecoder
-    from bireme.engines.torch.forward.prompt_graphs import PromptGraphs
-
 
 def route_attention(model: Any) -> None:
     """Have the model call our attention. Raises ConfigError."""
@@ -80,66 +75,26 @@ def peak_bytes(model: Any, geometry: Sequence[LayerGeometry], limits: EngineLimi
     return peak + limits.max_seq_len * int(max(a_token))  # the KV of a prefix, gathered in one layer
 
 
-class HfRunner:
-    """Owns the model; used by the engine's thread."""
+class Modules:
+    """transformers' own, over our pools. Used by the engine's thread."""
 
     def __init__(self, model: Any, store: KvStore, uses_kernels: bool = False) -> None:
         """`uses_kernels`: batches are built for KernelStep."""
-        self.uses_kernels = uses_kernels
-        self._model = model
-        self._store = store
+        self.device, self.uses_kernels = store.device, uses_kernels
+        self._model, self._store = model, store
         self._make_step: Any = PagedStep
         if uses_kernels:
-            from bireme.engines.torch.forward.kernel_step import (
-                KernelStep,  # Triton's language comes with CUDA builds alone
-            )
+            # Triton's language comes with CUDA builds alone.
+            from bireme.engines.torch.forward.kernel_step import KernelStep
 
             self._make_step = KernelStep
-        self._graphs: list[DecodeGraphs | PromptGraphs] = []
-        self._decoder: FusedDecoder | PackedDecoder | None = None
-        self._last_step: torch.cuda.Event | None = None  # of which nothing was read back
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Compute the batch: writes its KV rows, returns logits (rows wanted, vocabulary).
-
-        They may be a graph's own, which the next call overwrites.
-        """
-        for graphs in self._graphs:
-            if (logits := graphs.replay(batch)) is not None:
-                return logits
-        return self.compute(batch)
 
     def compute(self, batch: Batch) -> Tensor:
-        """Compute the batch, kernel by kernel."""
-        if self._decoder is not None:
-            return self._decoder.compute(batch)
-        return self.compute_by_modules(batch)
-
-    def compute_by_modules(self, batch: Batch) -> Tensor:
-        """Compute the batch with transformers' own modules."""
+        """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
         assert batch.logits_rows is not None
         groups = [batch.groups[group] for group in self._store.group_of]
         step = self._make_step(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
         return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows, batch.embeddings)
-
-    def keep_pace(self) -> None:
-        """Wait until a GPU has done the step before this one, of which nothing is read back.
-
-        A host that runs further ahead evicts blocks whose copies to lower tiers have not begun, and sees aborts late.
-        """
-        if self._store.device.type == "cuda":
-            before, self._last_step = self._last_step, torch.cuda.Event(blocking=True)
-            self._last_step.record()
-            if before is not None:
-                before.synchronize()
-
-    def use(self, graphs: DecodeGraphs | PromptGraphs) -> None:
-        """From now on the steps that it has graphs of replay them."""
-        self._graphs.append(graphs)
-
-    def use_decoder(self, decoder: FusedDecoder | PackedDecoder) -> None:
-        """From now on it computes the steps, in place of the model's modules."""
-        self._decoder = decoder
 
 
 def _forward(

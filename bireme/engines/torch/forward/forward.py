@@ -1,0 +1,123 @@
+"""Which path a step takes, and the one object that takes it. Nothing outside this folder chooses.
+
+| device | model | step | path |
+|---|---|---|---|
+| CPU | of `decoder_weights.FAMILIES`, without pictures | any | `packed`: PackedDecoder |
+| CPU | any other | any | `modules`: transformers' own, attention by PagedStep |
+| GPU | of these families, without pictures | decodes alone | `resident`: ResidentDecode, and its graph of that size |
+| GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the fused decoder |
+| GPU | the same | any other | `fused`: FusedDecoder, kernel by kernel |
+| GPU | any other | decodes alone | `decode_graph`: DecodeGraphs of the modules |
+| GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the modules |
+| GPU | the same | any other | `modules`: transformers' own, attention by KernelStep |
+
+`opening.py` makes what the table names. What does not work on a machine is left out, as the log says, and its steps
+take the last row of their model: a decoder of ours that differs from the modules, graphs that can't be made or are
+off. On a GPU without Triton's language all is `modules`, with PagedStep.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.forward.batch import BatchBuilder
+from bireme.engines.torch.forward.modules import Modules
+from bireme.engines.torch.step import Batch, SchedulerOutput
+
+if TYPE_CHECKING:  # Triton's language comes with CUDA builds alone
+    from bireme.engines.torch.forward.resident_decode import ResidentDecode
+
+
+class StepPath(enum.StrEnum):
+    """Names in the log and of the metric's label."""
+
+    MODULES = enum.auto()
+    PACKED = enum.auto()
+    FUSED = enum.auto()
+    RESIDENT = enum.auto()
+    DECODE_GRAPH = enum.auto()
+    PROMPT_GRAPH = enum.auto()
+
+
+class Decoder(Protocol):
+    def compute(self, batch: Batch) -> Tensor:
+        """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
+
+
+class Graphs(Protocol):
+    def size_for(self, batch: Batch) -> int:
+        """Return the size of the graph that holds this step; 0: none does."""
+
+    def replay(self, batch: Batch, size: int) -> Tensor:
+        """Return the step's logits, which the next call overwrites."""
+
+    def make_next_graph(self) -> bool:
+        """Make one that is still to be made; False: there is none."""
+
+
+@dataclass(slots=True)
+class Computed:
+    path: StepPath
+    batch: Batch
+    logits: Tensor  # (rows wanted, vocabulary), until the next step
+
+
+class Forward:
+    """Used by the engine's thread."""
+
+    def __init__(self, modules: Modules, builder: BatchBuilder) -> None:
+        self.modules = modules
+        self.decoder: Decoder = modules
+        self.builder = builder
+        self.resident: ResidentDecode | None = None
+        self.graphs: dict[StepPath, Graphs] = {}
+        self._path = StepPath.MODULES  # the decoder's
+        self._last_step: torch.cuda.Event | None = None  # of which nothing was read back
+
+    @property
+    def paths(self) -> list[StepPath]:
+        """The paths that this engine has, the most special first."""
+        return [*([StepPath.RESIDENT] if self.resident is not None else []), *self.graphs, self._path]
+
+    def use(self, path: StepPath, decoder: Decoder, builder: BatchBuilder) -> None:
+        """Have a decoder of ours compute the steps, in place of the model's modules."""
+        self._path, self.decoder, self.builder = path, decoder, builder
+
+    def resident_for(self, plan: SchedulerOutput) -> ResidentDecode | None:
+        """Return what starts this step and chooses its tokens on the GPU; None: `run` it."""
+        resident = self.resident
+        return (
+            resident if resident is not None and not plan.chunks and len(plan.decodes) <= resident.most_rows else None
+        )
+
+    def run(self, plan: SchedulerOutput) -> Computed:
+        batch = self.builder.build(plan)
+        path, logits = self.compute(batch)
+        return Computed(path, batch, logits)
+
+    def compute(self, batch: Batch) -> tuple[StepPath, Tensor]:
+        for path, graphs in self.graphs.items():
+            if size := graphs.size_for(batch):
+                return path, graphs.replay(batch, size)
+        return self._path, self.decoder.compute(batch)
+
+    def make_next_graph(self) -> bool:
+        """Make a graph that later steps will want, while nothing runs; False: there is none left."""
+        makers: list[Any] = [*self.graphs.values(), self.resident]
+        return any(maker.make_next_graph() for maker in makers if maker is not None)
+
+    def keep_pace(self) -> None:
+        """Wait until a GPU has done the step before this one, of which nothing is read back.
+
+        A host that runs further ahead evicts blocks whose copies to lower tiers have not begun, and sees aborts late.
+        """
+        if self.modules.device.type == "cuda":
+            before, self._last_step = self._last_step, torch.cuda.Event(blocking=True)
+            self._last_step.record()
+            if before is not None:
+                before.synchronize()

@@ -1,0 +1,162 @@
+"""Makes the paths of an engine's steps when it starts, as far as they work there; `forward.py` has the table."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bireme.config import CudaGraphConfig
+from bireme.engines.torch import kernels
+from bireme.engines.torch.forward.batch import BatchBuilder
+from bireme.engines.torch.forward.decoder_ops import choose_ops
+from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
+from bireme.engines.torch.forward.forward import Forward, StepPath
+from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
+from bireme.engines.torch.forward.packed_decoder import PackedDecoder
+from bireme.engines.torch.forward.warmup import FirstPasses, check_packed, check_resident
+from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
+from bireme.engines.torch.pools.kv_store import KvStore
+from bireme.engines.torch.weights.limits import check_kv_dtype, narrow_windows
+from bireme.engines.torch.weights.setup import Setup
+from bireme.kv.blocks.block_manager import BlockManager
+from bireme.logits.sampler import DrawRows
+
+logger = logging.getLogger("bireme.engines.torch")
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """A model that calls our attention, before there are pools."""
+
+    modules: Any
+    geometry: list[LayerGeometry]
+    uses_kernels: bool  # of Triton's language
+    aim: StepPath  # what is to compute its steps
+    fused: DecoderWeights | None  # of a model that aims at that
+    has_grid_positions: bool
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.modules.config.vocab_size)
+
+    def peak_bytes(self, setup: Setup) -> int:
+        """Return what the largest step takes of a GPU beyond weights and pools. Raises ConfigError."""
+        return setup.findings.peak_bytes(lambda: peak_bytes(self.modules, self.geometry, setup.limits, setup.device))
+
+    def draw_rows(self) -> DrawRows | None:
+        """Return what draws a step's tokens beside the logits; None: the sampler does."""
+        if not self.uses_kernels:
+            return None
+        from bireme.engines.torch.kernels.draw import draw_rows
+
+        return draw_rows
+
+
+def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positions: bool) -> StepModel:
+    """Find out how its layers attend, and choose its decoder. Raises ConfigError."""
+    cache, device = setup.config.kv_cache_config, setup.device
+    route_attention(modules)
+    found = setup.findings.geometry(lambda: probe(modules, device))
+    check_kv_dtype(cache.dtype, found[0].dtype)
+    longest = int(getattr(setup.checkpoint.text_config, "max_position_embeddings", 0) or 0)
+    geometry = narrow_windows(found, cache.max_attention_window, longest)
+    uses_kernels = kernels.is_usable(device)
+    if device.type == "cuda" and not uses_kernels:
+        logger.warning("kernels_off reason=triton is not installed: attention copies each step's whole context")
+    aim = StepPath.FUSED if uses_kernels else StepPath.MODULES if device.type == "cuda" else StepPath.PACKED
+    if obstacle := "the model takes pictures" if takes_pictures else why_not_fused(modules):
+        logger.info("fused_off reason=%s", obstacle)
+        aim = StepPath.MODULES
+    fused = fuse(modules, setup.limits.max_seq_len) if aim is StepPath.FUSED else None
+    return StepModel(modules, geometry, uses_kernels, aim, fused, has_grid_positions)
+
+
+def open_forward(setup: Setup, model: StepModel, store: KvStore, manager: BlockManager, is_shared: bool) -> Forward:
+    """Return it with its decoder. `is_shared`: other engines map the same weights."""
+    modules = Modules(model.modules, store, model.uses_kernels)
+    forward = Forward(modules, _builder(setup, model, store))
+    on = FirstPasses(forward, manager, store, setup.limits, setup.findings)
+    try:
+        if model.fused is not None:
+            _use_fused(setup, model, model.fused, on)
+        elif model.aim is StepPath.PACKED:
+            _use_packed(setup, model, on, is_shared)
+    except Exception as error:  # whatever is wrong with it on this machine: the model's own modules still run
+        setup.findings.doubt()
+        logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
+    if isinstance(forward.decoder, PackedDecoder) and not is_shared and (why := forward.decoder.pack(model.modules)):
+        logger.warning("weights_not_packed reason=%s: steps of few rows are slower", why)
+    return forward
+
+
+def _builder(setup: Setup, model: StepModel, store: KvStore, uses_tables: bool = False) -> BatchBuilder:
+    limits = setup.limits
+    return BatchBuilder(
+        store.windows,
+        limits.tokens_per_block,
+        limits.max_batch_size,
+        limits.max_seq_len,
+        store.device,
+        model.has_grid_positions,
+        model.uses_kernels,
+        uses_tables,
+    )
+
+
+def _use_packed(setup: Setup, model: StepModel, on: FirstPasses, is_shared: bool) -> None:
+    """Shared weights are not packed: that would be a copy for each engine."""
+    decoder = PackedDecoder(fuse(model.modules, on.limits.max_seq_len), on.store, choose_ops(), is_shared)
+    builder = _builder(setup, model, on.store, decoder.ops.uses_tables)
+    check_packed(decoder, builder, on)
+    on.forward.use(StepPath.PACKED, decoder, builder)
+
+
+def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: FirstPasses) -> None:
+    from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes
+    from bireme.engines.torch.forward.decode_state import DecodeState
+    from bireme.engines.torch.forward.fused_decoder import FusedDecoder
+    from bireme.engines.torch.forward.resident_decode import ResidentDecode
+
+    store, most, config = on.store, on.limits.max_batch_size, setup.config.cuda_graph_config
+    graphs = graph_sizes(config, most) if store.device.type == "cuda" else []
+    sizes, is_padded = sorted({*graphs, *bucket_sizes(most)}), config is None or config.enable_padding
+    decoder, state = FusedDecoder(weights, store), DecodeState(weights, store, most, on.limits.most_blocks, most)
+    resident = ResidentDecode(decoder, state, model.vocab_size, sizes, graphs, is_padded)
+    check_resident(resident, on)
+    on.forward.use(StepPath.FUSED, decoder, on.forward.builder)
+    on.forward.resident = resident
+
+
+def add_graphs(setup: Setup, model: StepModel, forward: Forward, store: KvStore) -> None:
+    """Make graphs of the modules' decode steps, and have those of prompts made while nothing runs."""
+    config = setup.config.cuda_graph_config
+    if config is None or not model.uses_kernels or store.device.type != "cuda":
+        return
+    from bireme.engines.torch.forward.prompt_graphs import PromptGraphs
+
+    if forward.resident is None and not _add_decode_graphs(setup.limits, config, model, forward, store):
+        return
+    if config.enable_padding:
+        shape = (store.windows, setup.limits, store.device, model.has_grid_positions)
+        forward.graphs[StepPath.PROMPT_GRAPH] = PromptGraphs(forward.decoder.compute, *shape)
+
+
+def _add_decode_graphs(
+    limits: EngineLimits, config: CudaGraphConfig, model: StepModel, forward: Forward, store: KvStore
+) -> bool:
+    """Return whether the model's steps can be graphs, and are to be."""
+    from bireme.engines.torch.forward.decode_graphs import DecodeGraphs, graph_sizes
+
+    if not (sizes := graph_sizes(config, limits.max_batch_size)):
+        return False
+    try:
+        shape = (store.windows, limits.most_blocks, sizes, model.has_grid_positions, config.enable_padding)
+        forward.graphs[StepPath.DECODE_GRAPH] = DecodeGraphs(forward.decoder.compute, *shape)
+    except Exception as error:  # of whatever the model does that a graph can't hold: it still runs, more slowly
+        logger.warning("graphs_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
+        torch.cuda.empty_cache()
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""Which path each step takes: one row of the table in forward/forward.py after the other, by the engine's own count."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+
+from bireme.engines.torch import kernels
+from bireme.engines.torch.forward.forward import Forward, StepPath
+from bireme.engines.torch.step import Batch
+from tests.engines.engine_fixtures import wait_for
+from tests.engines.torch import tiny_models
+from tests.engines.torch.tiny_models import SETTINGS
+from tests.engines.torch.torch_harness import Harness, make_prompts, request
+
+IS_CUDA = torch.cuda.is_available()
+on_gpu = pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
+on_cpu = pytest.mark.skipif(IS_CUDA, reason="paths of a CPU")
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+PROMPT, OTHER, LONG = make_prompts(9, 10, 20)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start an engine on a fused family, or on GPT-2, which runs on modules."""
+    started = []
+
+    def make(is_fused, **settings):
+        family, changes = ("mistral", SMALL) if is_fused else ("gpt2", SETTINGS["gpt2"])
+        path = tiny_models.save(tmp_path, family, **changes)
+        engine = Harness(path, **{"max_seq_len": 32, "max_batch_size": 2, "tokens_per_block": 4} | settings)
+        started.append(engine)
+        forward = engine.core._parts.forward
+        makers = [*forward.graphs.values(), forward.resident]
+        wait_for(lambda: not any(getattr(maker, "_to_make", ()) for maker in makers), 60)
+        engine.settle()
+        engine.metrics.take_delta()
+        return engine
+
+    yield make
+    for engine in started:
+        engine.engine.stop()
+
+
+def paths(engine):
+    """Return the steps by path since the last call."""
+    engine.settle()
+    counters = engine.metrics.take_delta().counters
+    return {labels[-1]: count for name, labels, count in counters if name == "bireme_engine_steps_total"}
+
+
+def prompt_beside_a_decode(engine):
+    """Run a prompt in a step with another request's decode, which has begun before."""
+    first = engine.submit(request(LONG, 12))
+    assert first.has_tokens.wait(60)
+    gate = threading.Event()
+    engine.engine._post(gate.wait)
+    second = engine.submit(request(OTHER, 1))
+    gate.set()
+    assert first.finish.error == second.finish.error == ""
+
+
+@on_cpu
+@pytest.mark.parametrize(("is_fused", "path"), [(True, "packed"), (False, "modules")])
+def test_on_a_cpu_one_path_computes_every_step(start, is_fused, path, caplog):
+    caplog.set_level(logging.INFO)
+    engine = start(is_fused)
+    engine.run([request(PROMPT, 4)])
+    assert paths(engine) == {path: 4}
+    assert f"step_paths {path}\n" in caplog.text
+
+
+def test_decodes_of_the_fused_decoder_are_resident_and_other_steps_are_its_own(start, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    engine = start(True, cuda_graph_config=None)
+    engine.run([request(PROMPT, 4)])
+    assert paths(engine) == {"fused": 1, "resident": 3}
+    prompt_beside_a_decode(engine)
+    found = paths(engine)
+    assert found["fused"] == 2 and set(found) == {"fused", "resident"}
+    assert "step_paths resident,fused\n" in caplog.text
+
+
+@on_gpu
+def test_a_short_prompt_alone_is_a_graph_of_the_fused_decoder(start, caplog):
+    caplog.set_level(logging.INFO)
+    engine = start(True)
+    engine.run([request(PROMPT, 4)])
+    assert paths(engine) == {"prompt_graph": 1, "resident": 3}
+    prompt_beside_a_decode(engine)
+    found = paths(engine)
+    assert found["fused"] == found["prompt_graph"] == 1
+    assert "step_paths resident,prompt_graph,fused\n" in caplog.text
+
+
+@on_gpu
+def test_decodes_and_short_prompts_of_modules_are_graphs_and_other_steps_are_not(start, caplog):
+    caplog.set_level(logging.INFO)
+    engine = start(False)
+    engine.run([request(PROMPT, 4)])
+    assert paths(engine) == {"prompt_graph": 1, "decode_graph": 3}
+    prompt_beside_a_decode(engine)
+    found = paths(engine)
+    assert found["modules"] == found["prompt_graph"] == 1
+    assert "step_paths decode_graph,prompt_graph,modules\n" in caplog.text
+
+
+@on_gpu
+def test_without_graphs_modules_compute_every_step(start):
+    engine = start(False, cuda_graph_config=None)
+    engine.run([request(PROMPT, 4)])
+    assert paths(engine) == {"modules": 4}
+
+
+class Held:
+    """Graphs of steps of one length, and a decoder."""
+
+    def __init__(self, length=0):
+        self.length = length
+
+    def size_for(self, batch):
+        return self.length if batch.ids.shape[1] == self.length else 0
+
+    def replay(self, batch, size):
+        return torch.full((1, 1), float(size))
+
+    def compute(self, batch):
+        return torch.zeros(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "path"), [(1, StepPath.DECODE_GRAPH), (2, StepPath.PROMPT_GRAPH), (3, StepPath.MODULES)]
+)
+def test_a_step_takes_the_first_graph_that_holds_it_and_else_the_decoder(length, path):
+    forward = Forward(Held(), None)
+    forward.graphs = {StepPath.DECODE_GRAPH: Held(1), StepPath.PROMPT_GRAPH: Held(2)}
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    found, logits = forward.compute(Batch(ids, ids, None, [], [], []))
+    assert (found, int(logits)) == (path, 0 if path is StepPath.MODULES else length)
+    assert forward.paths == [StepPath.DECODE_GRAPH, StepPath.PROMPT_GRAPH, StepPath.MODULES]
