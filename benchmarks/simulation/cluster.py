@@ -18,7 +18,8 @@ from benchmarks.simulation.worker import SimulatedEvent, SimulatedRun, Simulated
 from bireme.config import MockerConfig, RouterConfig, RoutingMode
 from bireme.discovery.records import WorkerRecord
 from bireme.kv.following.index import KvIndex
-from bireme.kv.routing.placement import Floats, Hashes, Placement, RoutingRequest
+from bireme.kv.kernels.arrays import Floats, Hashes
+from bireme.kv.routing.placement import Placement, RoutingRequest
 from bireme.kv.routing.router import WorkerRouter
 from bireme.kv.wire.event_wire import WorkerLoad
 from bireme.messages import Capacity

@@ -11,7 +11,8 @@ from bireme.config import Recipe
 from bireme.discovery import run_folder
 from bireme.discovery.records import WorkerRecord
 from bireme.kv.blocks import hashing
-from bireme.kv.routing.placement import Hashes, HashPrompt, RoutingRequest, WorkerFollower
+from bireme.kv.kernels.arrays import Hashes
+from bireme.kv.routing.placement import HashPrompt, RoutingRequest, WorkerFollower
 from bireme.kv.routing.router import WorkerRouter
 from bireme.kv.routing.targets import DEFAULT_TOKENS_PER_BLOCK
 from bireme.metrics import Registry

@@ -55,6 +55,11 @@ ROOMS = {
         16,
         35,
     ),
+    "kv": (
+        (("kernels", "blocks"), ("wire",), ("publishing", "following", "routing", "transfer"), ("compile",)),
+        8,
+        12,
+    ),
 }
 ENGINE_NAMES = {repr(name) for name in get_args(EngineName)}
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}

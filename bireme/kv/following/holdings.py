@@ -12,7 +12,7 @@ import numpy.typing as npt
 from bireme.config import ROUTED_STAGES, RouterConfig
 from bireme.discovery.records import WorkerRecord
 from bireme.kv.following.index import KvIndex, rank_name
-from bireme.kv.routing.placement import Floats, Hashes, Mask
+from bireme.kv.kernels.arrays import Floats, Hashes, Mask
 from bireme.metrics import Registry
 
 _REPORT_S = 1.0

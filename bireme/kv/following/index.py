@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import ConfigError, ResourceExhaustedError
+from bireme.kv.kernels.arrays import Hashes
 from bireme.kv.wire.event_reading import BlockChanges
 
-Hashes = npt.NDArray[np.uint64]
 MAX_PREDICTED = 1 << 20  # guesses, of one worker about one block
 _MIN_CAPACITY = 1 << 10
 _GROWTH = 2

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bireme.config import KvEventsConfig
-from bireme.kv.publishing.nats_plane import stream_name
 from bireme.kv.wire.event_wire import END, LOAD_TOPIC, SNAPSHOT, encode_seq, event_topic
-from bireme.kv.wire.nats_connection import ENDPOINT, NatsConnection
+from bireme.kv.wire.nats_connection import ENDPOINT, NatsConnection, stream_name
 
 _MAX_MESSAGES = 10_000  # that wait to be read; more are dropped, which shows as a gap
 _FETCH = 256

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-import re
 import secrets
 import threading
 from typing import Any
@@ -25,7 +24,7 @@ from bireme.errors import one_line
 from bireme.inbox import Inbox
 from bireme.kv.publishing.publisher import ReplayRequest
 from bireme.kv.wire.event_wire import LOAD_TOPIC, decode_seq, rank_of
-from bireme.kv.wire.nats_connection import ENDPOINT, NatsConnection
+from bireme.kv.wire.nats_connection import ENDPOINT, NatsConnection, stream_name
 
 _MAX_QUEUED = 5_000  # messages on their way to the server
 _MAX_ANSWERS_QUEUED = 64
@@ -35,11 +34,6 @@ _STREAM_BYTES = 256 << 20
 _ACK_TIMEOUT_S = 2.0
 _STREAM_RETRY_S = 2.0
 logger = logging.getLogger("bireme.kv")
-
-
-def stream_name(prefix: str) -> str:
-    """Return the JetStream stream that keeps a deployment's events."""
-    return re.sub(r"\W", "_", f"{prefix}_kv").upper()
 
 
 class NatsPlane:

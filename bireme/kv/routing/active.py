@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bireme.kv.kernels.arrays import Hashes
 from bireme.kv.routing.block_uses import BlockUses
-from bireme.kv.routing.placement import Hashes
 
 NO_BLOCKS: Hashes = np.zeros(0, np.uint64)
 _MEMORY_S = 10.0  # what was measured so long ago, in time spent on prompts, counts a third

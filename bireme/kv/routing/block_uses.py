@@ -8,7 +8,7 @@ import secrets
 import numpy as np
 import numpy.typing as npt
 
-from bireme.kv.routing.placement import Floats, Hashes
+from bireme.kv.kernels.arrays import Floats, Hashes
 
 _MIN_CAPACITY = 1 << 10
 _MAX_LOAD, _SPARSE = 0.8, 0.2

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from bireme.discovery.records import WorkerRecord
 from bireme.kv.blocks.hashing import MediaSpan
+from bireme.kv.kernels.arrays import Floats, Hashes
+from bireme.kv.routing.active import SentRequest
+from bireme.kv.routing.targets import Target
 from bireme.serving_options import NO_OPTIONS, ServingOptions
-
-if TYPE_CHECKING:
-    from bireme.kv.routing.active import SentRequest
-    from bireme.kv.routing.targets import Target
-
-Hashes = npt.NDArray[np.uint64]
-Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,15 +32,13 @@ import numpy as np
 from bireme.config import BusyRule, RouterConfig, RoutingMode, split_worker
 from bireme.discovery.records import WorkerRecord, can_transfer
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
+from bireme.kv.kernels.arrays import Floats, Hashes, Mask
 from bireme.kv.routing.active import NO_BLOCKS, SentRequest
 from bireme.kv.routing.block_uses import BlockUses
 from bireme.kv.routing.placement import (
     Candidate,
-    Floats,
-    Hashes,
     HashPrompt,
     Holdings,
-    Mask,
     Placement,
     RoutingRequest,
     WorkerFollower,

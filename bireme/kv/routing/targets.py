@@ -9,9 +9,9 @@ import numpy as np
 
 from bireme.config import BusyRule
 from bireme.discovery.records import WorkerRecord
+from bireme.kv.kernels.arrays import Floats, Hashes, Mask
 from bireme.kv.routing.active import ActiveRequests, SentRequest
 from bireme.kv.routing.block_uses import BlockUses
-from bireme.kv.routing.placement import Floats, Hashes, Mask
 from bireme.kv.wire.event_wire import WorkerLoad
 
 DEFAULT_TOKENS_PER_BLOCK = 32

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -28,6 +29,11 @@ _RETRY_S = 0.5
 _CONNECT_TIMEOUT_S = 2
 _PING_S = 1  # a server that is silent for three of them is gone
 _PENDING_BYTES = 8 << 20  # on their way to the server
+
+
+def stream_name(prefix: str) -> str:
+    """Return the JetStream stream that keeps a deployment's events."""
+    return re.sub(r"\W", "_", f"{prefix}_kv").upper()
 
 
 class NatsConnection:

@@ -12,7 +12,8 @@ from bireme.config import RouterConfig, RoutingMode
 from bireme.discovery.records import WorkerRecord
 from bireme.kv.blocks.events import DEVICE, DISK, HOST
 from bireme.kv.blocks.hashing import event_seed, sequence_hashes
-from bireme.kv.routing.placement import Floats, Hashes, Placement, RoutingRequest
+from bireme.kv.kernels.arrays import Floats, Hashes
+from bireme.kv.routing.placement import Placement, RoutingRequest
 from bireme.kv.routing.router import WorkerRouter
 from bireme.kv.wire.event_wire import WorkerLoad
 from bireme.messages import Capacity

@@ -1,0 +1,10 @@
+"""Types of the arrays that routing and the index work on."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]  # public hashes of KV blocks
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
