@@ -51,6 +51,10 @@ class Heartbeat:
         self._has_work = False
         self._step_age_s = 0.0
 
+    def begin(self) -> None:
+        """The engine answers from now on."""
+        self._checked_at = time.monotonic()
+
     def on_frame(self) -> None:
         self._silent_s = self._held_up_s = 0.0
 

@@ -115,6 +115,10 @@ class Life:
             self._poller.register(self._pidfd, zmq.POLLIN)
         return self.process
 
+    def signal(self, number: int) -> None:
+        if self.process is not None:
+            self.process.signal(number)
+
     def send(self, data: bytes) -> None:
         """Queue a command frame; from any thread. Raises UnavailableError when the child is not connected."""
         with self._send_lock:

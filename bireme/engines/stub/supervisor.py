@@ -1,8 +1,8 @@
 """Starts an engine process, watches it, and starts it again: one permanent thread.
 
-    starting -> ready -> (the child ends, hangs or stalls) -> restarting -> ready ...
-                                                           -> slow restarts, or down, after too many
-                      -> (it is to sleep, and has drained) -> asleep -> starting ...
+    idle -> starting -> ready -> (the child ends, hangs or stalls) -> idle -> starting again, slowly or not at all
+                                                                              after too many
+                              -> draining, when it is to sleep -> stopping -> idle -> asleep -> idle ...
 
 The thread forks every child, reads its frames, pings it, and calls the owner back. A first start that fails is not
 tried again: the caller of `start` gets the reason.
@@ -11,12 +11,14 @@ tried again: the caller of `start` gets the reason.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import math
 import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -69,6 +71,42 @@ _SLEEP_LOOK_S = 0.1
 _SLEEP_DRAIN_S = 30.0  # for what runs when the engine is to sleep; then it is moved by those who asked
 
 
+class _Phase(enum.Enum):
+    """What the engine is at; `_NEXT` says what may follow."""
+
+    IDLE = "idle"  # no life: before the first and between two
+    ASLEEP = "asleep"  # no life as long as somebody wants none
+    STARTING = "starting"  # it has not said hello
+    READY = "ready"  # it serves and is pinged
+    DRAINING = "draining"  # it takes nothing new, and sleeps once nothing runs
+    STOPPING = "stopping"  # it has SIGTERM and _STOP_S to end
+
+
+_NEXT = {
+    _Phase.IDLE: (_Phase.ASLEEP, _Phase.STARTING),
+    _Phase.ASLEEP: (_Phase.IDLE,),
+    _Phase.STARTING: (_Phase.READY, _Phase.STOPPING, _Phase.IDLE),
+    _Phase.READY: (_Phase.DRAINING, _Phase.STOPPING, _Phase.IDLE),
+    _Phase.DRAINING: (_Phase.STOPPING, _Phase.IDLE),
+    _Phase.STOPPING: (_Phase.IDLE,),
+}
+
+
+@dataclass(slots=True)
+class _Watch:
+    """A life under watch, and why it must end."""
+
+    life: Life
+    heartbeat: Heartbeat
+    due_at: float = 0.0  # when its phase has something to do, besides reading frames
+    num_pings: int = 0
+    drain_ping: int = 0  # with which it was told to drain
+    drain_end: float = 0.0
+    cause: str = "exit"  # exit, sleep, hang or stall
+    verdict: Verdict | None = None
+    refusal: BiremeError | None = None  # it never served, or this thread could not go on with it
+
+
 class Owner(Protocol):
     """Called on the supervisor's thread."""
 
@@ -107,18 +145,21 @@ class Supervisor:
         self._owner, self._metrics, self._logger = owner, metrics, logger
         self._config = recipe.supervisor
         self._backoff = restart_backoff(self._config)
+        entry = recipe.entry(worker)
+        assert entry is not None
+        transceiver = entry.engine_config.cache_transceiver_config
+        self._transfer_timeout_s = transceiver.kv_transfer_timeout_ms / 1e3 if transceiver.backend else 0.0
         self._number = 0
-        self._has_drained = False  # this life ends because the engine is to sleep
+        self._phase = _Phase.IDLE
         self._standby: Standby | None = None
         self._stopping = threading.Event()
         self._has_started = threading.Event()  # ready for the first time, or failed
         self._failure: BiremeError | None = None
-        self._state = f"{worker} has not been started"
+        self._state = f"{worker} has not been started"  # why no life is ready, for the text of a refusal
         self._thread = threading.Thread(target=self._run, name=f"engine-{worker}", daemon=True)
 
     @property
     def state(self) -> str:
-        """Why no life is ready, for the text of a refusal."""
         return self._state
 
     def start(self) -> None:
@@ -139,9 +180,9 @@ class Supervisor:
         """Run one life after the other, until `stop`, a failed first start, or too many."""
         try:
             while not self._stopping.is_set():
-                if self._sleep():
+                if run_folder.must_sleep(self._run_dir, self._worker):
+                    self._sleep()
                     continue
-                self._state = f"{self._worker} is starting" + (" again" if self._number else "")
                 error, cause = self._run_life()
                 if cause == "sleep":
                     continue
@@ -158,76 +199,76 @@ class Supervisor:
             if self._standby is not None:
                 self._standby.end()
 
-    def _sleep(self) -> bool:
-        """Wait while somebody wants the engine to sleep; return whether anybody did."""
-        if not run_folder.must_sleep(self._run_dir, self._worker):
-            return False
+    def _move(self, to: _Phase) -> None:
+        assert to in _NEXT[self._phase], f"from {self._phase.value} to {to.value}"
+        self._phase = to
+
+    def _sleep(self) -> None:
+        """Wait while somebody wants the engine to sleep."""
         began = time.monotonic()
+        self._move(_Phase.ASLEEP)
         self._state = f"{self._worker} is asleep; `python tools/sleep.py {self._worker} --wake` wakes it"
         self._logger.info("engine_asleep worker=%s", self._worker)
         self._metrics.set("bireme_engine_asleep", 1)
         self._has_started.set()
         while run_folder.must_sleep(self._run_dir, self._worker) and not self._stopping.wait(_SLEEP_LOOK_S):
             pass
+        self._move(_Phase.IDLE)
         self._metrics.set("bireme_engine_asleep", 0)
         self._logger.info("engine_woken worker=%s slept_s=%.0f", self._worker, time.monotonic() - began)
-        return True
 
     def _run_life(self) -> tuple[BiremeError, str]:
-        """Run one life from its sockets to their removal; return its error and the cause, which the owner knows by
-        then.
-        """
+        """Run one life from its sockets to their removal; return its error, which the owner knows then, and cause."""
+        self._state = f"{self._worker} is starting" + (" again" if self._number else "")
         # Lives are numbered by the clock (ms), so that a restarted stub never repeats a number.
         self._number = max(self._number + 1, int(time.time() * 1000))
         try:
             life = Life(self._worker, self._number, self._run_dir)
         except (OSError, zmq.ZMQError) as failure:
             return UnavailableError(f"{self._worker}: no sockets for its engine process: {failure}"), "exit"
-        self._has_drained = False
-        error: BiremeError | None = None
-        verdict: Verdict | None = None
+        waits = partial(_waits_for_machine, life)
+        watch = _Watch(life, Heartbeat(self._config, self._transfer_timeout_s, waits, self._stall_key))
+        self._move(_Phase.STARTING)
         try:
-            verdict = self._serve(life)
+            self._serve(watch)
         except BiremeError as refusal:
-            error = refusal
+            watch.refusal = refusal
         except Exception as failure:
             self._logger.exception("life_failed worker=%s life=%d", self._worker, life.number)
-            error = UnavailableError(f"{self._worker}: its supervisor failed: {to_message(failure)}")
+            watch.refusal = UnavailableError(f"{self._worker}: its supervisor failed: {to_message(failure)}")
+        self._move(_Phase.IDLE)
         work = b"" if is_stopped(life.pid) else life.work.read()  # a stopped one would have gone on with its work
         how = life.end()
-        culprit = self._culprit(work, verdict, how)
-        if self._stopping.is_set():
-            error = UnavailableError(f"{self._worker} is stopping")
-        elif self._has_drained:
-            error = EngineLostError(f"{self._worker} was put to sleep")
-        elif verdict is not None:
-            is_unclear = culprit is None and verdict.still_s > self._config.stall_timeout_s
-            kind = EngineStalledError if is_unclear else UnavailableError
-            error = kind(f"the engine process of {self._worker} was killed: {verdict.text}")
-        elif error is None and self._has_started.is_set():
-            error = EngineLostError(f"the engine process of {self._worker} has ended ({how})")
-        elif error is None:
-            error = UnavailableError(
-                f"the engine process of {self._worker} ended before it was ready ({how}); its messages stand in the"
-                " log above; BIREME_ENGINE_PYTHON names the python it runs on"
-            )
-        cause = "sleep" if self._has_drained else verdict.cause if verdict else "exit"
+        culprit = _culprit(work, watch.verdict, how)
+        error = self._ended(watch, how, culprit)
         self._state = str(error)
         self._metrics.set("bireme_engine_up", 0)
         if culprit is not None:
             self._end_culprit(life, culprit, str(error))
         self._owner.on_end(life, error if isinstance(error, EngineLostError) else EngineLostError(str(error)))
-        if not self._stopping.is_set() and cause != "sleep":
-            self._logger.error(
-                "engine_lost worker=%s life=%d cause=%s how=%s reason=%s", self._worker, life.number, cause, how, error
-            )
-        return error, cause
+        if not self._stopping.is_set() and watch.cause != "sleep":
+            text = "engine_lost worker=%s life=%d cause=%s how=%s reason=%s"
+            self._logger.error(text, self._worker, life.number, watch.cause, how, error)
+        return error, watch.cause
 
-    def _culprit(self, work: bytes, verdict: Verdict | None, how: str) -> Culprit | None:
-        """Return the request for whose sake the life has ended, if that can be told."""
-        if verdict is not None:
-            return culprit_of(work, verdict.still_s)
-        return culprit_of(work, 0.0) if how in _CRASHES else None
+    def _ended(self, watch: _Watch, how: str, culprit: Culprit | None) -> BiremeError:
+        """Return why a life has ended; `how` its process did."""
+        if self._stopping.is_set():
+            return UnavailableError(f"{self._worker} is stopping")
+        if watch.cause == "sleep":
+            return EngineLostError(f"{self._worker} was put to sleep")
+        if (verdict := watch.verdict) is not None:
+            is_unclear = culprit is None and verdict.still_s > self._config.stall_timeout_s
+            kind = EngineStalledError if is_unclear else UnavailableError
+            return kind(f"the engine process of {self._worker} was killed: {verdict.text}")
+        if watch.refusal is not None:
+            return watch.refusal
+        if self._has_started.is_set():
+            return EngineLostError(f"the engine process of {self._worker} has ended ({how})")
+        return UnavailableError(
+            f"the engine process of {self._worker} ended before it was ready ({how}); its messages stand in the"
+            " log above; BIREME_ENGINE_PYTHON names the python it runs on"
+        )
 
     def _end_culprit(self, life: Life, culprit: Culprit, reason: str) -> None:
         """Answer the request at fault as the engine would have, before the others learn of the life's end."""
@@ -236,79 +277,73 @@ class Supervisor:
         step = Step(life.number, 0, finished={culprit.number: finish})
         self._owner.on_frame(culprit.consumer, frame(culprit.consumer, encode(step)))
 
-    def _serve(self, life: Life) -> Verdict | None:
-        """Start the child and read its frames until it ends; from its hello on, ping it.
+    def _serve(self, watch: _Watch) -> None:
+        """Start the child, read its frames, and do what its phase asks for, until it ends or must be killed.
 
-        Return None when it has exited, also because of `stop` or to sleep, or why it must be killed. Raises its
-        hello's error, and UnavailableError when that takes too long.
+        Raises its hello's error, and UnavailableError when that takes too long.
         """
-        entry = self._recipe.entry(self._worker)
-        assert entry is not None
-        transceiver = entry.engine_config.cache_transceiver_config
-        transfer_timeout_s = transceiver.kv_transfer_timeout_ms / 1e3 if transceiver.backend else 0.0
+        life = watch.life
         environment = engine_environment(self._recipe, self._worker, self._run_dir)
         standby, self._standby = self._standby, None
         child = life.spawn(find_python(environment), environment, standby)
         self._logger.info("engine_started worker=%s life=%d pid=%d", self._worker, life.number, child.pid)
-        limit_s, interval_s = self._config.start_timeout_s, self._config.ping_interval_s
-        heartbeat: Heartbeat | None = None
-        pinged_at, count = 0.0, 0
-        drained_by, drain_end = 0, 0.0  # the ping with which it was told to drain, to sleep afterwards
-        while True:
+        while watch.verdict is None:
+            life.wait(watch.due_at - time.monotonic())
             has_exited = child.has_exited  # before reading: its last message is read after its end
             for data in life.frames() if has_exited else life.frames(_FRAMES_A_TURN):
-                if heartbeat is not None:
-                    self._take(data, heartbeat)
-                elif self._take_hello(life, data):
-                    self._prepare_next(environment)
-                    waits = partial(_waits_for_machine, child.pid)
-                    heartbeat = Heartbeat(self._config, transfer_timeout_s, waits, self._stall_key)
+                self._take(watch, data)
             if has_exited:
-                return None
-            if self._stopping.is_set():
-                break
-            now = time.monotonic()
-            if heartbeat is None:
-                if run_folder.must_sleep(self._run_dir, self._worker):
-                    self._has_drained = True
-                    break
-                if now - life.began_at > limit_s:
-                    raise UnavailableError(
-                        f"{self._worker} was not ready in supervisor.start_timeout_s = {limit_s:g} s"
-                    )
-                life.wait(interval_s)
-                continue
-            if now - pinged_at >= interval_s:
-                pinged_at, count = now, count + 1
-                self._look_after_standby()
-                commands: list[Command] = [Ping(count)]
-                if not drained_by and run_folder.must_sleep(self._run_dir, self._worker):
-                    drained_by, drain_end = count, now + _SLEEP_DRAIN_S
-                    commands.insert(0, Drain())
-                    self._logger.info("engine_drains worker=%s life=%d", self._worker, life.number)
-                with contextlib.suppress(UnavailableError):  # its socket is gone: its end, or its silence, comes next
-                    life.send(frame(STUB, encode(Commands(life.number, commands))))
-                if drained_by and (heartbeat.idle_ping > drained_by or now >= drain_end):
-                    self._has_drained = True
-                    break
-                if (verdict := heartbeat.check()) is not None:
-                    if verdict.cause == "stall":
-                        child.signal(signal.SIGUSR1)  # it writes where
-                        time.sleep(_STACKS_S)
-                    return verdict
-            life.wait(pinged_at + interval_s - time.monotonic())
-        child.signal(signal.SIGTERM)
-        deadline = time.monotonic() + _STOP_S
-        while not child.has_exited and time.monotonic() < deadline:
-            life.wait(0.05)
-            for data in life.frames():
-                if heartbeat is not None:
-                    self._take(data, heartbeat)
-        return None
+                return
+            if self._phase is _Phase.STOPPING:
+                if time.monotonic() >= watch.due_at:
+                    return
+            elif self._stopping.is_set():
+                self._terminate(watch)
+            elif time.monotonic() >= watch.due_at:
+                (self._await_hello if self._phase is _Phase.STARTING else self._ping)(watch)
 
-    def _prepare_next(self, environment: dict[str, str]) -> None:
+    def _await_hello(self, watch: _Watch) -> None:
+        now, limit_s = time.monotonic(), self._config.start_timeout_s
+        watch.due_at = now + self._config.ping_interval_s
+        if run_folder.must_sleep(self._run_dir, self._worker):
+            watch.cause = "sleep"
+            self._terminate(watch)
+        elif now - watch.life.began_at > limit_s:
+            raise UnavailableError(f"{self._worker} was not ready in supervisor.start_timeout_s = {limit_s:g} s")
+
+    def _ping(self, watch: _Watch) -> None:
+        """Also tell it to drain once it is to sleep, and see whether it has, and whether it must be killed."""
+        life, now = watch.life, time.monotonic()
+        watch.due_at = now + self._config.ping_interval_s
+        watch.num_pings += 1
+        self._look_after_standby()
+        commands: list[Command] = [Ping(watch.num_pings)]
+        if self._phase is _Phase.READY and run_folder.must_sleep(self._run_dir, self._worker):
+            self._move(_Phase.DRAINING)
+            watch.drain_ping, watch.drain_end = watch.num_pings, now + _SLEEP_DRAIN_S
+            commands.insert(0, Drain())
+            self._logger.info("engine_drains worker=%s life=%d", self._worker, life.number)
+        with contextlib.suppress(UnavailableError):  # its socket is gone: its end, or its silence, comes next
+            life.send(frame(STUB, encode(Commands(life.number, commands))))
+        if self._phase is _Phase.DRAINING and (watch.heartbeat.idle_ping > watch.drain_ping or now >= watch.drain_end):
+            watch.cause = "sleep"
+            self._terminate(watch)
+        elif (verdict := watch.heartbeat.check()) is not None:
+            if verdict.cause == "stall":
+                life.signal(signal.SIGUSR1)  # it writes where
+                time.sleep(_STACKS_S)
+            watch.cause, watch.verdict = verdict.cause, verdict
+
+    def _terminate(self, watch: _Watch) -> None:
+        """Give it the time to end by itself; `Life.end` kills it afterwards."""
+        self._move(_Phase.STOPPING)
+        watch.life.signal(signal.SIGTERM)
+        watch.due_at = time.monotonic() + _STOP_S
+
+    def _prepare_next(self) -> None:
         if not self._config.standby:
             return
+        environment = engine_environment(self._recipe, self._worker, self._run_dir)
         try:
             self._standby = Standby(self._worker, find_python(environment), environment)
         except OSError as error:  # the next life starts as the first one did
@@ -320,15 +355,16 @@ class Supervisor:
             self._logger.warning("standby_lost worker=%s pid=%d", self._worker, standby.process.pid)
             standby.end()
 
-    def _take_hello(self, life: Life, data: bytes) -> bool:
-        """Return whether the frame makes the life ready. Raises the child's error."""
+    def _take_hello(self, watch: _Watch, data: bytes) -> None:
+        """Serve, if the frame is its hello. Raises the child's error."""
+        life = watch.life
         consumer, payload = split(data)
         try:
             message = decode_control(payload) if consumer == CONTROL else None
         except (msgspec.MsgspecError, ValueError) as error:
             raise ConfigError(f"the engine process speaks another protocol: {error}") from error
         if not isinstance(message, Hello):
-            return False
+            return
         if message.error:
             raise from_message(message.error)
         if message.version != VERSION or not (message.capacity or message.facts):
@@ -336,16 +372,22 @@ class Supervisor:
                 f"the engine process speaks version {message.version}, this stub {VERSION};"
                 " BIREME_ENGINE_PYTHON has another bireme installed"
             )
+        self._move(_Phase.READY)
         load_s = time.monotonic() - life.began_at
         self._metrics.set("bireme_engine_up", 1)
         self._metrics.set("bireme_engine_load_seconds", load_s)
         self._owner.on_ready(life, message)
         self._logger.info("engine_ready worker=%s life=%d load_s=%.2f", self._worker, life.number, load_s)
         self._has_started.set()
-        return True
+        self._prepare_next()
+        watch.heartbeat.begin()
+        watch.due_at = 0.0
 
-    def _take(self, data: bytes, heartbeat: Heartbeat) -> None:
-        heartbeat.on_frame()
+    def _take(self, watch: _Watch, data: bytes) -> None:
+        if self._phase is _Phase.STARTING:
+            self._take_hello(watch, data)
+            return
+        watch.heartbeat.on_frame()
         consumer, payload = split(data)
         try:
             if consumer != CONTROL:
@@ -353,7 +395,7 @@ class Supervisor:
                 return
             message = decode_control(payload)
             if isinstance(message, Pong):
-                heartbeat.on_pong(message)
+                watch.heartbeat.on_pong(message)
                 self._owner.on_pong(message)
         except Exception:
             self._logger.exception("frame_failed worker=%s consumer=%d bytes=%d", self._worker, consumer, len(data))
@@ -390,10 +432,17 @@ class Supervisor:
             self._has_started.set()
 
 
-def _waits_for_machine(engine: int) -> bool:
+def _culprit(work: bytes, verdict: Verdict | None, how: str) -> Culprit | None:
+    """Return the request for whose sake a life has ended, if that can be told."""
+    if verdict is not None:
+        return culprit_of(work, verdict.still_s)
+    return culprit_of(work, 0.0) if how in _CRASHES else None
+
+
+def _waits_for_machine(life: Life) -> bool:
     """Return whether a thread of the engine or another one of this process, whose sockets carry pings, is held up."""
     try:
-        return has_waiting_thread(engine) or has_waiting_thread(os.getpid(), but=threading.get_native_id())
+        return has_waiting_thread(life.pid) or has_waiting_thread(os.getpid(), but=threading.get_native_id())
     except OSError:  # no descriptor left, which says nothing of the engine
         return False
 
