@@ -53,7 +53,6 @@ TARGETS = {
     ("decode", 256): 0.82,
     ("generate", 64): 0.88,
     ("generate", 256): 0.82,
-    ("decode", 1024): 0.9,
     ("generate", 1024): 0.9,
     ("bus", 64): 0.93,
     ("bus", 256): 0.93,
@@ -344,7 +343,7 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="pipeline.instances.generate=4, workers.decode.instances=4; may repeat",
+        help="pipeline.instances.generate=4, workers.decode.replicas=2; may repeat",
     )
     parser.add_argument("--port", type=int, default=0, help="first of three ports; 0: any free ones")
     parser.add_argument("--plot", default="", help="PNG to write, when matplotlib is installed")

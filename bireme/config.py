@@ -213,7 +213,6 @@ class WorkerEntry(Settings, frozen=True, kw_only=True):
     engine_version: str = ""  # of TensorRT-LLM, that engine_config is written for: 1.2 or 1.3; "": both
     model: str = ""  # folder or hub id of this worker's own model; "": the recipe's
     replicas: int = 1
-    instances: Instances = 1  # of decode: stub processes that share its clients' own streams and its one engine
     num_threads: Positive | None = None  # CPU threads an engine process; None: an equal share of the cores
     devices: tuple[NotNegative, ...] = ()  # GPUs: CUDA_VISIBLE_DEVICES of the engine process; empty: all
     env: dict[str, str] = {}
@@ -583,10 +582,9 @@ class Recipe(Settings, frozen=True, kw_only=True):
         return tuple(numbered(stage, number) for number in range(entry.replicas)) if entry else ()
 
     def instances(self, model_name: str) -> tuple[str, ...]:
-        """Return the names of a Triton model's stub processes."""
-        entry = self.entry(model_name)
-        count: int = entry.instances if entry else getattr(self.pipeline.instances, model_name, 1)
-        return tuple(_stub_name(model_name, number) for number in range(count))
+        """Return the names of a Triton model's stub processes: more than one only of a pipeline."""
+        count: int = getattr(self.pipeline.instances, model_name, 1)
+        return tuple(numbered(model_name, number) for number in range(count))
 
     @property
     def routing_mode(self) -> RoutingMode:
@@ -632,21 +630,14 @@ def is_wanted(stage: str, recipe: Recipe) -> bool:
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name of a replica: decode, decode_1, ..."""
+    """Return the name of a replica, or of a stub of a model with several: decode, decode_1, ..."""
     return f"{name}_{number}" if number else name
-
-
-def _stub_name(model: str, number: int) -> str:
-    """Return what one stub of a model with several is called: generate_1; decode.1, as decode_1 is another worker."""
-    if stage_of(model) in WORKER_STAGES:
-        return f"{model}.{number}" if number else model
-    return numbered(model, number)
 
 
 def instance_name(model: str, triton_name: str) -> str:
     """Return the name of a stub of `model` that Triton calls generate_0_1: generate_1; "" if it is no such name."""
     match = re.fullmatch(rf"{re.escape(model)}_\d+_(\d+)", triton_name)
-    return _stub_name(model, int(match.group(1))) if match else ""
+    return numbered(model, int(match.group(1))) if match else ""
 
 
 @functools.lru_cache(maxsize=4096)

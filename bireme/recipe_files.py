@@ -42,6 +42,10 @@ from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.recipe_files")
+_NO_INSTANCES = (
+    "this key was removed, a worker has one stub; leave it out. Many streams of decode's own clients: use generate,"
+    " which takes input_ids and gives output_ids, with pipeline.instances.generate, or raise workers.decode.replicas"
+)
 
 
 def load_recipe(path: str | Path | None = None, override: str | None = None) -> Recipe:
@@ -71,6 +75,8 @@ def make_recipe(tree: dict[str, Any], folder: Path) -> Recipe:
         if reserved in tree:
             raise ConfigError(f"{folder}/recipe.yaml: {reserved} is the folder's name; remove the key")
     for name, worker in _workers(tree).items():
+        if isinstance(worker, dict) and "instances" in worker:
+            raise ConfigError(f"{folder}/recipe.yaml: workers.{name}.instances: {_NO_INSTANCES}")
         _split_llm_args(worker, folder)
         convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
     return convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
@@ -195,8 +201,6 @@ def _check_worker(stage: str, entry: WorkerEntry, is_shared: bool) -> None:
     if not least <= entry.replicas <= 64:
         hint = "; 0 leaves the stage to other servers and needs discovery" if entry.replicas == 0 else ""
         raise ConfigError(f"workers.{stage}.replicas: {entry.replicas}; {least} to 64{hint}")
-    if entry.instances > 1 and stage != "decode":
-        raise ConfigError(f"workers.{stage}.instances: {entry.instances}; only decode shares streams, remove it")
 
 
 def _check_certificates(tls: GrpcTlsConfig) -> None:

@@ -209,6 +209,11 @@ def test_an_unknown_key_suggests_the_nearest_or_lists_all(write, text, expected)
     assert expected in refusal(write(text))
 
 
+def test_a_worker_s_instances_are_told_to_be_no_more_with_the_remedy(write):
+    message = refusal(write("workers: {decode: {instances: 2}}"))
+    assert "workers.decode.instances: " in message and "pipeline.instances.generate" in message
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -24,8 +24,6 @@ def roles(server_pid: int) -> dict[str, int]:
             found[f"{model}.stub"] = pid
         elif "bireme.engines.worker" in arguments:
             found[f"{arguments[arguments.index('--worker') + 1]}.engine"] = pid
-        elif "bireme.engines.stub.broker" in arguments:
-            found[f"{arguments[arguments.index('--worker') + 1]}.broker"] = pid
     return found
 
 

@@ -30,7 +30,7 @@ from bireme.launch.watchdog import StubWatchdog
 from bireme.multimodal.model_config import picture_model_of
 
 _SERVER = "tritonserver"
-_ENGINE, _BROKER = "/engine", "/broker"
+_ENGINE = "/engine"
 _PUBLISHED_S = 0.6  # until the metrics page shows an engine's end
 
 
@@ -83,7 +83,6 @@ class HealthMonitor:
         self._stall_s = recipe.supervisor.stall_timeout_s
         self._has_pictures = picture_model_of(recipe) is not None
         self._workers = {name: WorkerHealth() for stage in recipe.workers for name in recipe.replicas(stage)}
-        self._shared = [name for name in self._workers if len(recipe.instances(name)) > 1]  # among several stubs
         self._series: Mapping[str, WorkerSeries] = {}
         self._doors = self._make_doors()
         self._watch = ProcessWatch(self._find, self._end, server.run_folder.shm_prefix, self._stall_s)
@@ -173,9 +172,8 @@ class HealthMonitor:
         worker = self._workers[name]
         if problem := self._model_problem(name, wrong):
             return problem
-        for part in (_ENGINE, _BROKER):
-            if problem := wrong.get(name + part, ""):
-                return f"{part[1:]}: {problem}"
+        if problem := wrong.get(name + _ENGINE, ""):
+            return f"engine: {problem}"
         is_asleep = run_folder.must_sleep(self._server.run_folder.path, name)
         if worker.engine_up is False:
             return "asleep" if is_asleep else "engine is down"
@@ -231,15 +229,11 @@ class HealthMonitor:
         """Return name -> pid: the server, its stubs, and what they have started."""
         if not self._server.is_running:
             return {}
-        folder = self._server.run_folder.path
-        brokers = {name: pid for name in self._shared if (pid := processes.broker(folder, name)) is not None}
-        owners = self._watchdog.stubs() | {name + _BROKER: pid for name, pid in brokers.items()}
-        found = {_SERVER: self._server.pid, **owners}
-        for owner, pid in owners.items():
-            name = owner.removesuffix(_BROKER)
-            children = set(processes.children(pid)).difference(brokers.values())
-            found |= (started := {_child_name(name, child): child for child in children})
-            if name in self._workers and (owner != name) == (name in self._shared):
+        stubs = self._watchdog.stubs()
+        found = {_SERVER: self._server.pid, **stubs}
+        for name, pid in stubs.items():
+            found |= (started := {_child_name(name, child): child for child in processes.children(pid)})
+            if name in self._workers:
                 self._workers[name].take_engine(started.get(name + _ENGINE))
         return found
 

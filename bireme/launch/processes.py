@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bireme.config import instance_name
-from bireme.engines.stub.broker_wire import lock_path
 from bireme.own_process import ENGINE_NAME
 
 _PROC = Path("/proc")
 _STUB = "triton_python_backend_stub"
-_ENGINE, _BROKER = "bireme.engines.worker", "bireme.engines.stub.broker"
+_ENGINE = "bireme.engines.worker"
 _GONE = (FileNotFoundError, ProcessLookupError)
 
 
@@ -118,17 +117,8 @@ def stub_name(arguments: list[str]) -> str | None:
 
 
 def engines(stub_pid: int) -> list[int]:
-    """Of a stub or broker; none while it is down."""
+    """Of a stub; none while it is down."""
     return [pid for pid in children(stub_pid) if is_engine(pid) and is_alive(pid)]
-
-
-def broker(run_dir: Path, worker: str) -> int | None:
-    """Return the process that shares a worker's engine; None: none yet, or it has ended."""
-    try:
-        pid = int(lock_path(run_dir, worker).read_text().strip() or 0)
-    except (FileNotFoundError, ValueError):
-        return None
-    return pid if _BROKER in command_line(pid) else None
 
 
 def is_engine(pid: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _SAMPLE = re.compile(r"^(bireme_\w+)(?:\{([^}]*)\})? (\S+)")
 _FIELDS: Mapping[
@@ -50,13 +50,12 @@ def worker_series(text: str) -> dict[str, WorkerSeries]:
 def total(series: Mapping[str, WorkerSeries], names: Sequence[str]) -> WorkerSeries | None:
     """Return a model's stubs together; None: none has any.
 
-    Those of a worker's one engine stand under the first name.
+    Only of a pipeline, which has no engine: its requests are what counts.
     """
     found = [series[name] for name in names if name in series]
     if len(found) < 2:
         return found[0] if found else None
-    streams, served = sum(one.streams for one in found), sum(one.served for one in found)
-    return replace(found[0], streams=streams, served=served)
+    return WorkerSeries(streams=sum(one.streams for one in found), served=sum(one.served for one in found))
 
 
 def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], value: float) -> None:

@@ -195,8 +195,7 @@ class Server:
         return pids[0]
 
     def engine_pid(self, model: str) -> int:
-        owner = processes.broker(self.run_folder.path, model)
-        pids = processes.engines(self.stub_pid(model) if owner is None else owner)
+        pids = processes.engines(self.stub_pid(model))
         if len(pids) != 1:
             raise BiremeError(f"model {model} has {len(pids)} engine processes, not one")
         return pids[0]

@@ -1,11 +1,9 @@
 """The stub's side of the token bus: subscriptions of whole engine steps, passed on unread.
 
-A subscription is opened by `subscribe` = "open" and lasts for one life of the engine. Its consumer id is made here and
-can't be guessed: only its holder, by Welcome, may command it, keep it alive or close it. It is the engine's number of
-the consumer with a keyed hash, so that any stub of the worker can check it: Triton gives commands to whichever stub is
-free. That one passes commands on itself, and tells the subscription's own stub to keep or close it. Steps that wait
-while a response is being sent are appended to the next one; a consumer with more than limits.max_bus_buffer_bytes
-unsent is dropped and its requests are aborted.
+A subscription is opened by `subscribe` = "open" and lasts for one life of the engine. Its consumer id is random and
+made here: only its holder, by Welcome, may command it, keep it alive or close it. Steps that wait while a response is
+being sent are appended to the next one; a consumer with more than limits.max_bus_buffer_bytes unsent is dropped and its
+requests are aborted.
 
 A subscription ends when its client is gone, closes it, falls behind, says nothing for SILENCE_S, or when the engine's
 life is over. Each time the engine aborts that consumer's requests.
@@ -14,16 +12,13 @@ life is over. Each time the engine aborts that consumer's requests.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import hmac
+import secrets
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bireme.engines.stub.broker_wire import slot_of
 from bireme.errors import (
     BiremeError,
     NotFoundError,
@@ -99,6 +94,7 @@ class Subscription:
     """One consumer. `push` is called on the engine client's thread, the rest on the loop's."""
 
     def __init__(self, send: Send, max_bytes: int) -> None:
+        self.name = secrets.token_hex(16)
         self.life = 0
         self.number = 0  # the engine's name of this consumer
         self.heard_at = time.monotonic()
@@ -150,31 +146,27 @@ class Subscription:
 class TokenBus:
     """All subscriptions of one decode worker."""
 
-    def __init__(self, worker: str, engine: EngineClient, max_bytes: int, metrics: Registry, key: bytes) -> None:
-        """`key`: the deployment's, which makes consumer ids."""
+    def __init__(self, worker: str, engine: EngineClient, max_bytes: int, metrics: Registry) -> None:
         self._worker, self._engine, self._max_bytes, self._metrics = worker, engine, max_bytes, metrics
-        self._key = key
-        self._open: dict[int, Subscription] = {}  # by the engine's number
+        self._open: dict[str, Subscription] = {}  # by name
         self._sweeper: asyncio.Task[None] | None = None
 
     async def subscribe(self, send: Send, cancelled: Cancelled) -> None:
         """Serve one subscription to its end. Raises UnavailableError when the engine is not ready."""
         subscription = Subscription(send, self._max_bytes)
         subscription.number = self._engine.open_bus(subscription.push)
-        self._open[subscription.number] = subscription
+        self._open[subscription.name] = subscription
         self._count()
         try:
             subscription.life = self._engine.life
-            subscription.welcome(
-                Welcome(VERSION, self._name(subscription.number), subscription.life, self._engine.capacity)
-            )
+            subscription.welcome(Welcome(VERSION, subscription.name, subscription.life, self._engine.capacity))
             cancelled.on_set(subscription.end)
             await subscription.wait()
         except ResourceExhaustedError:
             self._metrics.add("bireme_bus_dropped_total")
             raise
         finally:
-            self._open.pop(subscription.number, None)
+            self._open.pop(subscription.name, None)
             self._engine.close_bus(subscription.number)
             self._count()
 
@@ -184,7 +176,7 @@ class TokenBus:
         Requests that can't be handed to the engine (it is about to end) are refused one by one: they have lost nothing,
         while those that it has are lost with it.
         """
-        number = self._number(consumer)
+        subscription = self._find(consumer)
         if payload.size == 0:
             raise RequestError("commands: empty; send a msgpack command batch")
         if payload.size > MAX_COMMAND_BYTES:
@@ -192,10 +184,8 @@ class TokenBus:
                 f"commands: {payload.size} bytes; the limit is {MAX_COMMAND_BYTES}, send smaller batches"
             )
         try:
-            self._engine.send_commands(number, payload.data)
+            self._engine.send_commands(subscription.number, payload.data)
         except UnavailableError as error:
-            if (subscription := self._open.get(number)) is None:
-                raise
             finish = Finish("error", Usage(), to_message(UnavailableError(str(error))))
             refused = dict.fromkeys(_submitted(payload), finish)
             if not refused:
@@ -203,16 +193,12 @@ class TokenBus:
             subscription.push(encode(Step(subscription.life, 0, finished=refused)))
 
     def keep(self, consumer: bytes) -> None:
-        """Answer a keepalive with an empty step, so that the consumer knows that its subscription's stub lives."""
-        self._serve_verb("keep", self._number(consumer))
+        """Answer a keepalive with an empty step, so that the consumer knows that this stub lives."""
+        subscription = self._find(consumer)
+        subscription.push(encode(Step(subscription.life, 0)))
 
     def close(self, consumer: bytes) -> None:
-        self._serve_verb("close", self._number(consumer))
-
-    def on_told(self, verb: str, number: int) -> None:
-        """Do what the client has told another stub; on the loop's thread."""
-        if number in self._open:
-            self._serve_verb(verb, number)
+        self._find(consumer).end()
 
     def start(self) -> None:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="bus-sweeper")
@@ -224,32 +210,12 @@ class TokenBus:
         for subscription in list(self._open.values()):
             subscription.end(UnavailableError(f"{self._worker}: shutting down; try another worker"))
 
-    def _serve_verb(self, verb: str, number: int) -> None:
-        subscription = self._open.get(number)
+    def _find(self, consumer: bytes) -> Subscription:
+        subscription = self._open.get(consumer.decode("ascii", "replace"))
         if subscription is None:
-            self._engine.tell(encode((verb, number)), slot_of(number))
-        elif verb == "keep":
-            subscription.heard_at = time.monotonic()
-            subscription.push(encode(Step(subscription.life, 0)))
-        else:
-            subscription.end()
-
-    def _name(self, number: int) -> str:
-        """Return the id by which a client commands a consumer."""
-        life = self._open[number].life if number in self._open else self._engine.life
-        text = f"{self._worker} {life} {number}"
-        return f"{number:08x}" + hashlib.blake2b(text.encode(), key=self._key, digest_size=12).hexdigest()
-
-    def _number(self, consumer: bytes) -> int:
-        """Return the engine's number of a consumer, this stub's or another's. Raises NotFoundError."""
-        with contextlib.suppress(ValueError, UnavailableError):
-            number = int(consumer[:8], 16)
-            is_known = number in self._open or slot_of(number) in self._engine.peers
-            if is_known and hmac.compare_digest(self._name(number).encode(), consumer):
-                if number in self._open:
-                    self._open[number].heard_at = time.monotonic()
-                return number
-        raise NotFoundError("consumer: no such subscription (any more); subscribe again")
+            raise NotFoundError("consumer: no such subscription (any more); subscribe again")
+        subscription.heard_at = time.monotonic()
+        return subscription
 
     async def _sweep(self) -> None:
         while True:

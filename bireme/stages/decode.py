@@ -11,19 +11,15 @@ The tensors tell the kind of request:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 
-from bireme.discovery import run_folder
 from bireme.engines.stub.client import EngineClient
-from bireme.errors import NotFoundError, RequestError
+from bireme.errors import RequestError
 from bireme.request import read_tensors
 from bireme.specs import DECODE, ModelSpec
-from bireme.stages.abort_asks import AbortAsks
 from bireme.stages.bus import TokenBus
 from bireme.stages.engine_stage import EngineStage
 from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
@@ -46,17 +42,8 @@ class Decode(EngineStage[EngineClient]):
         self._tokenizer = self._given_tokenizer or recipe_tokenizer(context.recipe)
         await super().start(context)
         limit = context.recipe.limits.max_bus_buffer_bytes
-        self._bus = TokenBus(
-            context.model_name, self._engine, limit, context.metrics, run_folder.deployment_key(run_folder.locate())
-        )
+        self._bus = TokenBus(context.model_name, self._engine, limit, context.metrics)
         self._bus.start()
-        self._asks = AbortAsks(self._engine, self._names)
-        loop = asyncio.get_running_loop()
-
-        def on_told(slot: int, text: bytes) -> None:
-            loop.call_soon_threadsafe(self._on_told, slot, text)
-
-        self._engine.on_told = on_told
 
     async def stop(self) -> None:
         if self._bus is not None:
@@ -72,7 +59,7 @@ class Decode(EngineStage[EngineClient]):
         elif values.get("ping"):
             self._answer_ping(request_id_of(values), send)
         elif values.get("abort"):
-            await self._abort(request_id_of(values))
+            self._abort(request_id_of(values))
         else:
             request = parse_stage_request(values, inputs, self._context.recipe, self._tokenizer.encode_plain)
             await self._generate(request, send, cancelled)
@@ -96,24 +83,9 @@ class Decode(EngineStage[EngineClient]):
             raise RequestError(f"{missing}: missing; a command batch needs consumer and commands")
         self._bus.command(values["consumer"], values["commands"])
 
-    async def _abort(self, name: str) -> None:
-        """Stop a request of this stub or, unknown here, of another. Raises NotFoundError when none has it."""
-        try:
-            number = self._names.find(name)
-        except NotFoundError:
-            if not await self._asks.ask(name):
-                raise
-        else:
-            if number:
-                self._engine.abort(number)
-
-    def _on_told(self, slot: int, text: bytes) -> None:
-        assert self._bus is not None
-        verb, *values = msgspec.msgpack.decode(text)
-        if verb in ("keep", "close"):
-            self._bus.on_told(verb, *values)
-        else:
-            self._asks.on_told(verb, slot, *values)
+    def _abort(self, name: str) -> None:
+        if number := self._names.find(name):
+            self._engine.abort(number)
 
     async def _generate(self, request: StageRequest, send: Send, cancelled: Cancelled) -> None:
         """Run a plain request; its responses go out as the engine makes them."""

@@ -157,20 +157,10 @@ def test_stubs_of_a_model_with_several_have_the_instance_s_number():
     assert processes.stub_name([STUB, path, "prefix_x", "1048576", "generate_0_3", "DEFAULT"]) == "generate_3"
 
 
-def test_a_worker_s_second_stub_is_not_its_second_replica():
-    path = "/run/models/decode_1/1/model.py"
-    assert processes.stub_name([STUB, path, "prefix_x", "1048576", "decode_1_0_2", "DEFAULT"]) == "decode_1.2"
-    entry = WorkerEntry(engine="mocker", replicas=2, instances=2)
-    assert Recipe(model="m", workers={"decode": entry}).instances("decode_1") == ("decode_1", "decode_1.1")
-
-
 def test_what_a_model_s_stubs_have_counted_is_added_up():
     series = {"generate": WorkerSeries(streams=2, served=5), "generate_1": WorkerSeries(streams=1, served=7)}
     both = total(series, ("generate", "generate_1"))
     assert (both.streams, both.served) == (3, 12)
-    workers = {"decode": WorkerSeries(engine_up=True, queued=2, streams=1), "decode.1": WorkerSeries(streams=4)}
-    worker = total(workers, ("decode", "decode.1"))
-    assert (worker.engine_up, worker.queued, worker.streams) == (True, 2, 5)
     assert total(series, ("generate", "generate_2")) is series["generate"] and total(series, ("chat",)) is None
 
 

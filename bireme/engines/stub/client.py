@@ -3,9 +3,6 @@
     stub's threads      submit, abort, open_bus, send_commands, close_bus: quick, from any thread
     supervisor's thread deliver: sinks and bus pushes are called here, in order, with no lock held
 
-A stub that shares its worker with others has a broker's link in the supervisor's place (broker_link.py): the engine is
-then all stubs' and ends with the last of them.
-
 A request belongs to exactly one life of the engine (one run of its process): when that ends, its sink gets `finish`
 with UNAVAILABLE at once. Each bus gets an encoded Step(lost=True) and ends with the life it was opened in.
 """
@@ -23,13 +20,11 @@ import msgspec
 
 from bireme.config import Recipe
 from bireme.discovery import run_folder
-from bireme.engines.stub.broker_link import BrokerLink, RemoteLife
-from bireme.engines.stub.broker_wire import SLOT_BITS, slot_of
-from bireme.engines.stub.engine_series import EngineSeries
 from bireme.engines.stub.life import Life
 from bireme.engines.stub.supervisor import Supervisor
 from bireme.errors import ConfigError, EngineLostError, EngineStalledError, UnavailableError, to_message
 from bireme.messages import (
+    STUB,
     Abort,
     Capacity,
     Command,
@@ -50,7 +45,7 @@ from bireme.messages import (
     frame,
     start_command,
 )
-from bireme.metrics import Registry
+from bireme.metrics import Labels, MetricDelta, Registry, decode_delta
 
 Push = Callable[[bytes], None]  # an encoded Step; called on the supervisor's thread, quick, must not raise
 
@@ -60,7 +55,7 @@ class _Session:
 
     __slots__ = ("buses", "capacity", "life", "sinks")
 
-    def __init__(self, life: Life | RemoteLife, capacity: Capacity) -> None:
+    def __init__(self, life: Life, capacity: Capacity) -> None:
         self.life = life
         self.capacity = capacity
         self.sinks: dict[int, Sink] = {}
@@ -83,19 +78,12 @@ class EngineClient:
         self._worker = worker_name
         self.metrics = metrics
         self._logger = logger
-        folder = run_dir or run_folder.locate()
-        self._link: BrokerLink | None = None
-        self._supervisor: Supervisor | BrokerLink
-        if len(recipe.instances(worker_name)) > 1:
-            self._supervisor = self._link = BrokerLink(recipe, worker_name, folder, self, metrics, logger)
-        else:
-            self._supervisor = Supervisor(recipe, worker_name, folder, self, metrics, logger)
+        self._supervisor = Supervisor(recipe, worker_name, run_dir or run_folder.locate(), self, metrics, logger)
         self._lock = threading.Lock()  # guards the session's change, and registering with sending
         self._session: _Session | None = None
         self._numbers = itertools.count(1)
-        self._subscriptions = itertools.count()
-        self._series = EngineSeries(metrics)
-        self.on_told: Callable[[int, bytes], None] = lambda slot, text: None  # what another stub of the worker says
+        self._consumers = itertools.count(STUB + 1)
+        self._gauges: set[tuple[str, Labels]] = set()
         self._pong: Pong | None = None
         self._pong_at = 0.0
         self._is_draining = False
@@ -141,7 +129,7 @@ class EngineClient:
             number = next(self._numbers)
             session.sinks[number] = sink
             try:
-                self._send(session, session.life.consumer, start_command(number, request))
+                self._send(session, STUB, start_command(number, request))
             except UnavailableError:
                 del session.sinks[number]
                 raise
@@ -150,14 +138,13 @@ class EngineClient:
     def release(self, handles: tuple[str, ...]) -> None:
         """Free embeddings that nobody will fetch. Raises UnavailableError."""
         with self._lock:
-            session = self._require()
-            self._send(session, session.life.consumer, Release(handles))
+            self._send(self._require(), STUB, Release(handles))
 
     def abort(self, number: int) -> None:
         """Stop a request; its sink still gets its finish. After the end of a context_only one: free its lease."""
         with self._lock:
             if self._session is not None:
-                self._try_send(self._session, self._session.life.consumer, Abort(number))
+                self._try_send(self._session, STUB, Abort(number))
 
     def open_bus(self, push: Push) -> int:
         """Return a new consumer of the present life, whose steps go to `push`. Raises UnavailableError.
@@ -166,19 +153,14 @@ class EngineClient:
         """
         with self._lock:
             session = self._admit()
-            consumer = session.life.consumer + 1 + next(self._subscriptions) % ((1 << SLOT_BITS) - 1)
-            if consumer in session.buses:
-                raise UnavailableError(f"{self._worker}: subscription {consumer} is still open; try again")
+            consumer = next(self._consumers)
             session.buses[consumer] = push
             return consumer
 
     def send_commands(self, consumer: int, payload: bytes | memoryview) -> None:
-        """Pass on an encoded Commands, unread. Raises UnavailableError when the bus has ended with its life.
-
-        `consumer` may be another stub's, which sees to its end.
-        """
+        """Pass on an encoded Commands, unread. Raises UnavailableError when the bus has ended with its life."""
         session = self._session
-        if session is None or (consumer not in session.buses and slot_of(consumer) not in self.peers):
+        if session is None or consumer not in session.buses:
             raise UnavailableError(f"this subscription has ended with its engine life; {self._ended_state()}")
         session.life.send(frame(consumer, payload))
 
@@ -188,22 +170,12 @@ class EngineClient:
             if self._session is not None and self._session.buses.pop(consumer, None) is not None:
                 self._try_send(self._session, consumer, Drop())
 
-    @property
-    def peers(self) -> frozenset[int]:
-        """The slots of the other stubs that share this worker now; empty for a lone one."""
-        return self._link.peers if self._link else frozenset()
-
-    def tell(self, text: bytes, slot: int = 0) -> None:
-        """Say something to another stub, or with 0 to all others. Raises UnavailableError without a broker."""
-        if self._link is not None:
-            self._link.tell(text, slot)
-
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Refuse new requests; return whether the engine became idle within the time."""
         with self._lock:
             self._is_draining = True
             if self._session is not None:
-                self._try_send(self._session, self._session.life.consumer, Drain())
+                self._try_send(self._session, STUB, Drain())
         began = time.monotonic()
         while not self._is_idle(began):
             if time.monotonic() >= began + timeout_s:
@@ -215,35 +187,36 @@ class EngineClient:
         """End the engine process; open requests end with UNAVAILABLE. May be called again."""
         self._supervisor.stop()
 
-    def on_ready(self, life: Life | RemoteLife, hello: Hello) -> None:
+    def on_ready(self, life: Life, hello: Hello) -> None:
         assert hello.capacity is not None
         with self._lock:
             self._session = _Session(life, hello.capacity)
             if self._is_draining:
-                self._try_send(self._session, self._session.life.consumer, Drain())
+                self._try_send(self._session, STUB, Drain())
 
     def on_frame(self, consumer: int, data: bytes) -> None:
         session = self._session
         if session is None:
             return
-        if consumer == session.life.consumer:
+        if consumer == STUB:
             deliver(decode_step(memoryview(data)[4:]), session.sinks, self._sink_failed)
             return
         push = session.buses.get(consumer)
         if push is not None:
             self._push(push, data[4:])
-        elif self._link is not None:  # its commands may come by another stub, which can't know that it was closed
-            self._try_send(session, consumer, Drop())
 
     def on_pong(self, pong: Pong) -> None:
         self._pong, self._pong_at = pong, time.monotonic()
-        self._series.take(pong.metrics)
+        if pong.metrics:
+            delta = decode_delta(pong.metrics)
+            self._gauges |= {(name, tuple(labels)) for name, labels, _ in delta.gauges}
+            self.metrics.merge(delta)
 
-    def on_end(self, life: Life | RemoteLife, error: EngineLostError) -> None:
+    def on_end(self, life: Life, error: EngineLostError) -> None:
         with self._lock:
             session, self._session = self._session, None
             self._pong = None
-        self._series.end()
+        self.metrics.merge(MetricDelta([], [(name, labels, 0.0) for name, labels in self._gauges], []))
         if session is None:
             return
         text = to_message(error)
@@ -261,7 +234,7 @@ class EngineClient:
         self._logger.error("sink_failed worker=%s request=%d", self._worker, number, exc_info=error)
         session = self._session
         if session is not None and session.sinks.pop(number, None) is not None:
-            self._try_send(session, session.life.consumer, Abort(number))
+            self._try_send(session, STUB, Abort(number))
 
     def _push(self, push: Push, payload: bytes) -> None:
         try:

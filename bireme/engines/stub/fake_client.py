@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bireme.engines.stub.broker_wire import slot_of
 from bireme.errors import UnavailableError
 from bireme.messages import (
     STUB,
@@ -48,9 +47,6 @@ class FakeEngineClient:
         self.payloads: list[bytes] = []
         self.sinks: dict[int, Sink] = {}
         self.buses: dict[int, Callable[[bytes], None]] = {}
-        self.peers: frozenset[int] = frozenset()  # other stubs' slots
-        self.told: list[tuple[bytes, int]] = []  # what was said to them
-        self.on_told: Callable[[int, bytes], None] = lambda slot, text: None
         self._count = 0
 
     @property
@@ -85,9 +81,6 @@ class FakeEngineClient:
         if number in self.sinks:
             self.finish(STUB, number, Finish("cancelled", Usage()))
 
-    def tell(self, text: bytes, slot: int = 0) -> None:
-        self.told.append((text, slot))
-
     def open_bus(self, push: Callable[[bytes], None]) -> int:
         self._require()
         self._count += 1
@@ -95,7 +88,7 @@ class FakeEngineClient:
         return self._count
 
     def send_commands(self, consumer: int, payload: bytes) -> None:
-        if consumer not in self.buses and slot_of(consumer) not in self.peers:
+        if consumer not in self.buses:
             raise UnavailableError("this subscription has ended with its engine life")
         if not self.is_connected:
             raise UnavailableError("the engine process of decode is not connected")

@@ -23,14 +23,13 @@ import zmq
 from bireme import own_work
 from bireme.child_process import ChildProcess, describe_exit
 from bireme.discovery import run_folder
-from bireme.engines.stub.broker_wire import MAX_SOCKET_PATH
 from bireme.errors import ConfigError, NotFoundError, UnavailableError
 from bireme.kv import transfer
-from bireme.messages import STUB
 from bireme.multimodal.embedding_share import SUFFIX
 from bireme.own_work import WorkFile
 
 logger = logging.getLogger("bireme.engines")
+_MAX_SOCKET_PATH = 107  # bytes of sun_path, less the final zero
 _EXIT_POLL_S = 0.02  # where the kernel has no pidfd
 
 
@@ -69,8 +68,6 @@ class Standby:
 
 class Life:
     """From `spawn` to `end`."""
-
-    consumer = STUB  # what the requests of its owner have before their number
 
     def __init__(self, worker: str, number: int, run_dir: Path) -> None:
         self.worker = worker
@@ -174,7 +171,7 @@ class Life:
     def _socket_path(self) -> str:
         """Return the common prefix of both sockets, in a folder that only this user can enter."""
         path = str(self._run_dir / f"{self.worker}-{self.number}")
-        if len(os.fsencode(path)) + 2 <= MAX_SOCKET_PATH:
+        if len(os.fsencode(path)) + 2 <= _MAX_SOCKET_PATH:
             return path
         self._own_folder = Path(tempfile.mkdtemp(prefix="bireme-", dir="/tmp"))
         return str(self._own_folder / "engine")
