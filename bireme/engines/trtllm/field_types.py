@@ -13,6 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 _NAMES = {"null": "null", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
+_TYPES: dict[str, Any] = {
+    "null": type(None), "bool": bool, "int": int, "float": (int, float), "str": str, "dict": dict, "any": object,
+    "object": (), "list": (list, tuple), "class": dict, "value": str,
+}  # fmt: skip
 _RANGE = re.compile(r"(int|float) (?:(>=|>) (\S+)|(\S+)\.\.(\S+))")
 _CLASS = re.compile(r"[A-Z]\w+(Config|Args)")
 
@@ -29,24 +33,15 @@ class TypeAlternative:
 
     def takes(self, value: Any) -> bool:
         """Whether the value fits; a class takes any mapping, whose content its own fields check."""
-        if self.kind in ("any", "object", "null"):
-            return self.kind == "any" or (self.kind == "null" and value is None)
-        if self.kind in ("bool", "class"):
-            return isinstance(value, bool if self.kind == "bool" else dict)
-        if self.kind == "value":
-            return isinstance(value, str) and value == self.name
-        if self.kind == "list":
-            return isinstance(value, list | tuple) and self._items_fit(value)
-        if self.kind == "dict":
-            return isinstance(value, dict) and self._items_fit(value.values())
-        if self.kind == "str":
-            return isinstance(value, str)
-        if isinstance(value, bool) or not isinstance(value, int if self.kind == "int" else int | float):
+        if not isinstance(value, _TYPES[self.kind]):
             return False
-        return self.low <= value <= self.high
-
-    def _items_fit(self, items: Any) -> bool:
-        return self.item is None or all(self.item.takes(item) for item in items)
+        if self.kind == "value":
+            return bool(value == self.name)
+        if self.kind in ("int", "float"):
+            return not isinstance(value, bool) and self.low <= value <= self.high
+        if self.item is None:
+            return True
+        return all(map(self.item.takes, value.values() if self.kind == "dict" else value))
 
     def describe(self) -> str:
         if self.kind == "value":
