@@ -133,26 +133,33 @@ class KvEventReader:
 
     def _stored(self, data: Mapping[str, Any], rank: int) -> list[KvEvent]:
         blocks: Sequence[Mapping[str, Any]] = data.get("blocks") or ()
-        salts = {str(block.get("cache_salt") or data.get("cache_salt") or "") for block in blocks}
-        if len(salts) > 1 or any(len(block.get("tokens") or ()) > self._size for block in blocks):
-            logger.error("kv_event_dropped reason=%s", "several salts" if len(salts) > 1 else "block too long")
+        if (owner := self._owner(data, blocks)) is None:
             return []
-        lora_name, salt = str(data.get("lora_name") or ""), next(iter(salts), "")
-        parent = data.get("parent_hash")
-        public_parent = None
-        if parent is not None:
-            public_parent = self._public.get((rank, unsigned(parent)))
+        public_parent, inside = None, None
+        if (parent := data.get("parent_hash")) is not None:
+            key = (rank, unsigned(parent))
+            public_parent, inside = self._public.get(key), self._inside.get(key)
             if public_parent is None:
                 return []  # its beginning was lost, or lies in a partial block: it has no name
-        inside = self._inside.get((rank, unsigned(parent))) if parent is not None else None
-        chain = self._chain(blocks, rank, public_parent, hashing.event_seed(lora_name, salt), inside)
-        if not (lora_name or salt):
+        chain = self._chain(blocks, rank, public_parent, hashing.event_seed(*owner), inside)
+        if not any(owner):
             chain = self._without_owned(chain, is_beginning=parent is None)
         if not chain:
             return []
         self._public |= {key: block.block_hash for key, block in chain}
         stored = tuple(block for _, block in chain)
-        return [BlocksStored(self._number(), public_parent, stored, lora_name, salt, rank)]
+        return [BlocksStored(self._number(), public_parent, stored, *owner, rank)]
+
+    def _owner(self, data: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+        """Return the adapter and the salt of blocks; None, with a line in the log: they can't be published."""
+        salts = {str(block.get("cache_salt") or data.get("cache_salt") or "") for block in blocks}
+        if len(salts) > 1:
+            logger.error("kv_event_dropped reason=several salts")
+        elif any(len(_tokens(block)) > self._size for block in blocks):
+            logger.error("kv_event_dropped reason=block too long")
+        else:
+            return str(data.get("lora_name") or ""), next(iter(salts), "")
+        return None
 
     def _chain(
         self, blocks: Sequence[Mapping[str, Any]], rank: int, parent: int | None, seed: int, inside: int | None
@@ -162,8 +169,7 @@ class KvEventReader:
             if block.get("block_hash") is None:
                 continue
             key = (rank, unsigned(block["block_hash"]))
-            tokens = tuple(token["token_id"] for token in block.get("tokens") or ())
-            media = tuple(int(str(item["hash"])[:16], 16) for item in _media_keys(block))
+            tokens, media = _tokens(block), _media(block)
             if self._places is not None:
                 tokens, shown, inside = self._places.read(tokens, inside)
                 media = media or shown
@@ -207,10 +213,14 @@ class KvEventReader:
         return self._next_id - 1
 
 
-def _media_keys(block: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _tokens(block: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(token["token_id"] for token in block.get("tokens") or ())
+
+
+def _media(block: Mapping[str, Any]) -> tuple[int, ...]:
     """Return a block's pictures: what has another type, or no hash, names none."""
-    items = block.get("mm_keys") or ()
-    return [item for item in items if item.get("type", "mm_key") == "mm_key" and item.get("hash")]
+    keys = [item for item in block.get("mm_keys") or () if item.get("type", "mm_key") == "mm_key" and item.get("hash")]
+    return tuple(int(str(item["hash"])[:16], 16) for item in keys)
 
 
 def unsigned(value: int | str) -> int:
