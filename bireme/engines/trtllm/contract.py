@@ -12,7 +12,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -45,6 +45,9 @@ class Field:
 
     def exists_in(self, release: str) -> bool:
         return not (self.since and release < self.since) and not (self.until and release >= self.until)
+
+    def is_deprecated_in(self, release: str) -> bool:
+        return bool(self.deprecated) and release >= self.deprecated
 
 
 @functools.cache
@@ -116,15 +119,14 @@ def _check_class(tree: Mapping[str, Any], class_name: str, release: str, path: P
     for name, value in tree.items():
         field = known.get(str(name)) or aliases.get(str(name))
         if field is None:
-            if not _class(class_name).get("open"):
-                yield replace(_unknown(str(name), value, class_name, release, path), is_by_release=True)
+            yield from _unknown(str(name), value, class_name, release, path)
             continue
-        if field.deprecated and release >= field.deprecated:
+        if field.is_deprecated_in(release):
             reason = f"deprecated from TensorRT-LLM {field.deprecated} on"
             yield Problem((*path, str(name)), value, reason, field.instead, "warning")
         yield from _check_value(field, value, release, (*path, str(name)))
     for field in known.values():
-        if field.required and field.name not in tree and field.alias not in tree:
+        if field.required and not {field.name, field.alias} & tree.keys():
             yield Problem((*path, field.name), NOTHING, f"missing; {release} needs it", _how_to_fill(field))
 
 
@@ -215,33 +217,37 @@ def _how_to_fill(field: Field) -> str:
     )
 
 
-def _unknown(name: str, value: Any, class_name: str, release: str, path: Path) -> Problem:
-    other = _elsewhere(name, class_name, release)
-    if other is not None:
-        return Problem((*path, name), value, *other)
-    known = list(all_fields(class_name, release))
+def _unknown(name: str, value: Any, class_name: str, release: str, path: Path) -> Iterator[Problem]:
+    if _class(class_name).get("open"):
+        return
     reason = f"TensorRT-LLM {release} has no such key in {class_name}"
-    block = _block_with(name, release) if not path else ""
-    if block:
-        return Problem((*path, name), value, reason, f"did you mean {block}.{name}?")
-    return Problem((*path, name), value, reason, _nearest(name, known))
+    if (other := _elsewhere(name, class_name, release)) is not None:
+        reason, remedy = other
+    elif not path and (block := _block_with(name, release)):
+        remedy = f"did you mean {block}.{name}?"
+    else:
+        remedy = _nearest(name, list(all_fields(class_name, release)))
+    yield Problem((*path, name), value, reason, remedy, is_by_release=True)
 
 
 def _elsewhere(name: str, class_name: str, release: str) -> tuple[str, str] | None:
     """Explain a key that the class has in another release, or had under another name."""
     base = class_name
     while base:
-        field = _declared(base, release).get(name)
-        if field is not None and field.since and field.since == field.until:
-            return f"only early release candidates of TensorRT-LLM {field.since} had it", field.instead
-        if field is not None and field.since and release < field.since:
-            return f"new in TensorRT-LLM {field.since}", "remove it, or set engine_version to the release that you run"
-        if field is not None:
-            return f"gone in TensorRT-LLM {field.until}", field.instead
+        if (field := _declared(base, release).get(name)) is not None:
+            return _in_other_releases(field, release)
         base = _class(base).get("base", "")
     if class_name in ("LlmArgs", "AutoDeployLlmArgs"):
         return (RETIRED_SINCE_1_3.get(name) if release >= "1.3" else None) or RETIRED.get(name)
     return None
+
+
+def _in_other_releases(field: Field, release: str) -> tuple[str, str]:
+    if field.since and field.since == field.until:
+        return f"only early release candidates of TensorRT-LLM {field.since} had it", field.instead
+    if field.since and release < field.since:
+        return f"new in TensorRT-LLM {field.since}", "remove it, or set engine_version to the release that you run"
+    return f"gone in TensorRT-LLM {field.until}", field.instead
 
 
 # Keys of older releases, and options of trtllm-serve that look like keys: the reason, and the remedy.
