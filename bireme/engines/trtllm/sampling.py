@@ -13,7 +13,7 @@ What a request does not set stays unset, with these exceptions, each because Ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bireme.messages import EngineRequest, SamplingParams, temperature_of
@@ -37,18 +37,15 @@ def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str,
     """Return SamplingParams' keyword arguments, except guide, bias and processors."""
     params = request.sampling
     assert params.n == 1 and params.max_tokens is not None, "the gate resolves max_tokens, the entry expands n"
+    max_tokens = 1 if request.request_type == "context_only" else params.max_tokens - request.num_resumed
     fields: dict[str, Any] = {
-        "max_tokens": 1 if request.request_type == "context_only" else params.max_tokens - request.num_resumed,
+        "max_tokens": max_tokens,
         "detokenize": False,
-        **{name: value for name in PENALTIES if (value := getattr(params, name)) is not None},
+        **_given(params, PENALTIES),
         **_distribution(params),
-        **_ends(params, eos_ids),
+        **_ends(request, eos_ids, max_tokens),
+        **{name: max(1, count) for name, count in _given(params, _LOGPROBS).items()},
     }
-    if params.min_tokens is not None and len(stop_ids(params, eos_ids)) == 1 and not params.ignore_eos:
-        fields["min_tokens"] = min(max(0, params.min_tokens - request.num_resumed), fields["max_tokens"])
-    for name in _LOGPROBS:
-        if (count := getattr(params, name)) is not None:
-            fields[name] = max(1, count)
     if bad := [sequence[0] for sequence in params.bad_token_ids if len(sequence) == 1]:
         fields["bad_token_ids"] = bad
     return fields
@@ -60,10 +57,15 @@ def needs_own_min_tokens(params: SamplingParams, eos_ids: Sequence[int]) -> bool
     return bool(params.min_tokens) and bool(ends) and (len(ends) > 1 or params.ignore_eos)
 
 
+def _given(params: SamplingParams, names: Iterable[str]) -> dict[str, Any]:
+    """Return those that the request has set."""
+    return {name: value for name in names if (value := getattr(params, name)) is not None}
+
+
 def _distribution(params: SamplingParams) -> dict[str, Any]:
     if not temperature_of(params):
         return {}
-    fields = {row.name: value for row in _RANDOM if (value := getattr(params, row.name)) is not None}
+    fields = _given(params, (row.name for row in _RANDOM))
     for row in _RANDOM:
         if fields.get(row.name) == row.off == 0:
             del fields[row.name]
@@ -72,7 +74,8 @@ def _distribution(params: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def _ends(params: SamplingParams, eos_ids: Sequence[int]) -> dict[str, Any]:
+def _ends(request: EngineRequest, eos_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    params = request.sampling
     ids = stop_ids(params, eos_ids)
     if params.ignore_eos:
         end_id, others = (eos_ids[0] if eos_ids else NO_END_ID), ids
@@ -81,6 +84,8 @@ def _ends(params: SamplingParams, eos_ids: Sequence[int]) -> dict[str, Any]:
     fields: dict[str, Any] = {"end_id": end_id}
     if params.ignore_eos:
         fields["ignore_eos"] = True
+    elif params.min_tokens is not None and len(ids) == 1:
+        fields["min_tokens"] = min(max(0, params.min_tokens - request.num_resumed), max_tokens)
     if others:
         fields["stop_token_ids"] = list(others)
     return fields
