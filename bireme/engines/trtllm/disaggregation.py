@@ -23,8 +23,10 @@ from bireme.engines.trtllm.logprobs import token_logprobs
 from bireme.errors import NotFoundError, RequestError
 from bireme.multimodal.wire import OpenedItem, identity_of
 
-_OWN = ("request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens", "first_gen_log_probs")
-_LEFT_BEHIND = ("multimodal_embedding_handles", "multimodal_hashes", "multimodal_item_runs", "first_gen_logits")
+_NOT_STATE = {  # fields of ours, and what is left behind
+    *("request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens", "first_gen_log_probs"),
+    *("multimodal_embedding_handles", "multimodal_hashes", "multimodal_item_runs", "first_gen_logits"),
+}
 _EPOCH_S = 1_577_836_800  # 2020-01-01
 
 
@@ -36,23 +38,19 @@ def export(given: Any, api: Api) -> dict[str, Any]:
     """
     if not given.opaque_state and not getattr(given, "ctx_info_endpoint", None):
         return {}
-    state = {
-        name: value
-        for name in sorted(api.disaggregated_fields)
-        if name not in _OWN and name not in _LEFT_BEHIND and (value := getattr(given, name)) is not None
-    }
+    names = sorted(api.disaggregated_fields - _NOT_STATE)
+    state = {name: value for name in names if (value := getattr(given, name)) is not None}
     tokens = tuple(given.first_gen_tokens or ())
     entries = getattr(given, "first_gen_log_probs", None)
     if entries:
-        state["first_gen_log_probs"] = [_plain_entry(entry) for entry in entries]
-    state = msgspec.to_builtins(state, enc_hook=_plain)
+        state["first_gen_log_probs"] = list(map(_plain_entry, entries))
     return {
         "first_gen_tokens": tokens,
         "first_gen_log_probs": tuple(map(token_logprobs, entries, tokens)) if entries else None,
         "ctx_request_id": given.ctx_request_id or 0,
         "draft_tokens": tuple(given.draft_tokens or ()),
         "opaque_state": base64.b64encode(given.opaque_state or b"").decode(),
-        "engine_state": state,
+        "engine_state": msgspec.to_builtins(state, enc_hook=_plain),
     }
 
 
@@ -85,9 +83,9 @@ def context_only(api: Api, ids: RequestIds) -> Any:
     return api.disaggregated_params(request_type="context_only", **fields)
 
 
-def salt_of(cache_salt: str, pictures: tuple[OpenedItem, ...]) -> str:
-    """Return the salt of a request for decode, whose blocks TensorRT-LLM would take for those of any other pictures."""
-    if not pictures:
+def salt_of(cache_salt: str, kind: str, pictures: tuple[OpenedItem, ...]) -> str:
+    """Return a request's salt. On decode TensorRT-LLM would take its blocks for those of any other pictures."""
+    if kind != "generation_only" or not pictures:
         return cache_salt
     digest = hashlib.blake2b(identity_of(pictures), digest_size=16).hexdigest()
     return f"{cache_salt} pictures {digest}"

@@ -119,13 +119,13 @@ class Planner:
                 f"dp_rank: {request.dp_rank}; this worker has {arguments.attention_dp_size} attention-DP ranks,"
                 " counted from 0"
             )
+
+    def _check_logprobs(self, request: EngineRequest, kind: str) -> None:
+        """Without prefill's log probabilities the decode side counts fewer than tokens, and fails by an assertion."""
         if request.sampling.prompt_logprobs is not None and request.request_type == "generation_only":
             raise RequestError(
                 "prompt_logprobs: prefill makes them, and its answer has them; leave it out of generation_only"
             )
-
-    def _check_logprobs(self, request: EngineRequest, kind: str) -> None:
-        """Without prefill's log probabilities the decode side counts fewer than tokens, and fails by an assertion."""
         is_carried = "first_gen_log_probs" in self._api.disaggregated_fields
         if request.sampling.logprobs is not None and kind != "context_and_generation" and not is_carried:
             raise RequestError(
@@ -177,8 +177,7 @@ class Planner:
     ) -> dict[str, Any]:
         more: dict[str, Any] = {}
         options = request.options
-        salt = disaggregation.salt_of(options.cache_salt, pictures) if kind == "generation_only" else options.cache_salt
-        if salt:
+        if salt := disaggregation.salt_of(options.cache_salt, kind, pictures):
             more["cache_salt"] = salt
         if options.lora_name:
             more["lora_request"] = self._adapters.request(options.lora_name)

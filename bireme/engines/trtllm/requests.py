@@ -242,21 +242,17 @@ class Requests:
     def _hand_over(self, run: Run, output: Any, reason: FinishReason) -> None:
         """End a prefill with what decode needs. One that ended by itself has exported nothing."""
         given, now = output.disaggregated_params, time.monotonic()
-        fields: dict[str, Any] = {}
-        if given is not None and run.kind == "context_only":
-            fields = disaggregation.export(given, self._loaded.api)
+        must_export = run.kind == "context_only"
+        fields = disaggregation.export(given, self._loaded.api) if must_export and given is not None else {}
         token = _first_token(run, output, reason, fields)
-        if token is None or (not fields and reason != "stop" and run.kind == "context_only"):
+        if token is None or (must_export and not fields and reason != "stop"):
             self._end(run, "error", BiremeError("TensorRT-LLM exported no KV of this prefill; see its log"))
             return
-        fields["first_gen_tokens"] = fields.get("first_gen_tokens") or (token,)
-        if not fields.get("first_gen_log_probs") and output.logprobs:
-            fields["first_gen_log_probs"] = (token_logprobs(output.logprobs[0], token),)
-        if reason == "length" and run.kind == "context_only":
-            reason = "not_finished"
-        stop_token_id = token if reason == "stop" else None
-        exported = self._exported(run, fields, now)
-        self._end(run, reason, stop_token_id=stop_token_id, exported=exported)
+        exported = self._exported(run, _with_first(fields, token, output), now)
+        if reason == "stop":
+            self._end(run, reason, stop_token_id=token, exported=exported)
+        else:
+            self._end(run, "not_finished" if must_export and reason == "length" else reason, exported=exported)
 
     def _exported(self, run: Run, fields: dict[str, Any], now: float) -> DisaggregatedParams:
         usage = self._accounts.usage(run, now)
@@ -384,6 +380,14 @@ def _joined(first: StepOutput, second: StepOutput) -> StepOutput:
 
 def _joined_lists(first: Any, second: Any) -> Any:
     return second if first is None else first + (second or [])
+
+
+def _with_first(fields: dict[str, Any], token: int, output: Any) -> dict[str, Any]:
+    """Return an export with the prefill's token and its log probabilities, where it had none."""
+    fields["first_gen_tokens"] = fields.get("first_gen_tokens") or (token,)
+    if not fields.get("first_gen_log_probs") and output.logprobs:
+        fields["first_gen_log_probs"] = (token_logprobs(output.logprobs[0], token),)
+    return fields
 
 
 def _first_token(run: Run, output: Any, reason: FinishReason, fields: dict[str, Any]) -> int | None:
