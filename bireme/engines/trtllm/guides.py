@@ -34,6 +34,7 @@ class TrtllmGuides:
         self._backend = backend
         self._any_whitespace = any_whitespace
         self._xgrammar: Any = _load_grammar() if backend == "xgrammar" else None
+        self._lays_out = self._xgrammar is not None and not any_whitespace
 
     def fields(self, guide: Mapping[str, Any]) -> dict[str, Any]:
         """Raises RequestError."""
@@ -50,9 +51,8 @@ class TrtllmGuides:
             return {"grammar": self._after_reasoning(end, kind, given)}
         if kind == "choice":
             return {"regex": choice_regex(given)}
-        if kind in _LAID_OUT and self._xgrammar is not None and not self._any_whitespace:
-            if (grammar := self._readable(kind, self._parse(kind, given))) is not None:
-                return {"grammar": grammar}
+        if self._lays_out and kind in _LAID_OUT and (grammar := self._readable(kind, self._parse(kind, given))):
+            return {"grammar": grammar}
         return {kind: given}
 
     def _rewritten(self, kind: str, given: Any) -> Any:
