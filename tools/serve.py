@@ -252,7 +252,7 @@ def stopped_by_signals(
         deployment.request_stop()
         if len(seen) == 2:
             deployment.kill()
-            deployment.run.remove()
+            deployment.run_folder.remove()
             console.flush(0.5)
             os._exit(FORCED)
 

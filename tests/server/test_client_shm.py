@@ -32,7 +32,7 @@ def opened(sample_model, start):
 
 
 def test_no_other_user_of_the_host_can_read_what_goes_through_a_server_s_memory(closed):
-    paths = list(SHM.glob(f"{closed.run.shm_prefix}*"))
+    paths = list(SHM.glob(f"{closed.run_folder.shm_prefix}*"))
     assert len(paths) >= len(MODELS)
     assert [path.name for path in paths if path.stat().st_mode & 0o077] == []
 

@@ -103,5 +103,5 @@ def test_a_launch_listens_where_the_page_says_and_nowhere_else(before, launch, c
 
 def test_its_unix_sockets_lie_in_the_run_folder(launch):
     paths = unix_listeners(family(os.getpid()))
-    assert paths and not [path for path in paths if not re.match(f"{launch.run.path}/[^/]+$", path)]
-    assert launch.run.path.stat().st_mode & 0o77 == 0
+    assert paths and not [path for path in paths if not re.match(f"{launch.run_folder.path}/[^/]+$", path)]
+    assert launch.run_folder.path.stat().st_mode & 0o77 == 0

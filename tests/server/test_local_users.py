@@ -130,8 +130,8 @@ def test_nobody_sees_the_memory_and_the_environment_of_its_processes(launch):
 
 def test_nobody_opens_its_shared_memory_databases_and_logs(launch):
     ask(launch)
-    own = {path for path in files_of(family(os.getpid())) if path.startswith((f"{SHM}/", f"{launch.run.path}/"))}
-    own |= {str(path) for path in launch.run.path.rglob("*") if path.is_file()}
+    own = {path for path in files_of(family(os.getpid())) if path.startswith((f"{SHM}/", f"{launch.run_folder.path}/"))}
+    own |= {str(path) for path in launch.run_folder.path.rglob("*") if path.is_file()}
     assert any(path.startswith(f"{SHM}/") for path in own) and any(path.endswith(".sqlite") for path in own)
     assert as_nobody(lambda: opened(own)) == []
 
@@ -160,7 +160,9 @@ def test_without_a_key_triton_loads_and_maps_nothing(launch):
     calls = (
         lambda: client.load_model("evil", config="{}", files={"file:1/model.py": b"pass"}),
         lambda: client.unload_model("decode"),
-        lambda: client.register_system_shared_memory("r", f"/{next(SHM.glob(launch.run.shm_prefix + '*')).name}", 64),
+        lambda: client.register_system_shared_memory(
+            "r", f"/{next(SHM.glob(launch.run_folder.shm_prefix + '*')).name}", 64
+        ),
         lambda: client.update_trace_settings(settings={"trace_level": ["TENSORS"]}),
         lambda: client.update_log_settings({"log_file": "/tmp/log"}),
     )
