@@ -28,7 +28,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.samples.picture_world import Thing, draw, png
+from models.training.picture_world import Thing, draw, png
 
 SIZE = (1280, 820)
 LIMIT_S = 30

@@ -1,4 +1,4 @@
-"""Each program of tools/ and benchmarks/ is run by a test: one that nobody runs breaks unseen."""
+"""Each program of tools/, benchmarks/ and models/ is run by a test: one that nobody runs breaks unseen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.server.programs import ELSEWHERE, RUNS
 
 
 def programs():
-    found = [path for part in ("tools", "benchmarks") for path in (CHECKOUT / part).glob("*.py")]
+    found = [path for part in ("tools", "benchmarks", "models") for path in (CHECKOUT / part).glob("*.py")]
     return {f"{path.parent.name}/{path.name}" for path in found if '__name__ == "__main__"' in path.read_text()}
 
 
-def test_every_tool_and_benchmark_is_run_by_a_test():
+def test_every_program_is_run_by_a_test():
     assert programs() == RUNS.keys() | ELSEWHERE.keys(), (
         "add it to tests/server/programs.py with arguments of a short run"
     )

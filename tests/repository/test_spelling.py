@@ -16,8 +16,8 @@ BRITISH = re.compile(
 )
 FOLDERS = ("bireme", "benchmarks", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")
 # The sample models were trained on questions such as "What colour is the sky?".
-SAMPLE_WORLDS = ("tools/samples/", "tests/tools/test_video_world.py")
-NOT_READ = (*SAMPLE_WORLDS, "tests/repository/test_spelling.py", "models/")
+SAMPLE_WORLDS = ("models/", "tests/models/")
+NOT_READ = (*SAMPLE_WORLDS, "tests/repository/test_spelling.py")
 
 
 def prose_of_python(path):

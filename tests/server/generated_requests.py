@@ -11,8 +11,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from models.training.chat_world import examples
 from tests.engines.torch.schemas import make_schemas
-from tools.samples.chat_world import examples
 
 Body = dict[str, Any]
 KINDS = ("sum", "json", "tool", "thought", "fact", "repeat", "count", "two_turns", "tool_answer")

@@ -6,7 +6,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from tools.samples.picture_world import Dialogue, dialogues, png
+from models.training.picture_world import Dialogue, dialogues, png
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-vlm"
 KINDS = ("colour", "shape", "position", "at", "count", "describe", "two", "fact")

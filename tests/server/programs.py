@@ -1,4 +1,4 @@
-"""How tests run the programs of tools/ and benchmarks/: arguments for a run of seconds, or whose test does it."""
+"""How tests run the programs of tools/, benchmarks/ and models/: arguments for seconds, or whose test does it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/make_sample_model.py": ("--arch", "llama", "--out", "{folder}/tiny-llama"),
     "tools/serve_nodes.py": ("--dry-run", "recipes/deepseek-r1-wide-ep"),
     "tools/simulate.py": ("agentic", "--requests", "50", "--modes", "kv,random", "--plot", "{folder}/modes.png"),
-    "tools/train_samples.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
+    "models/train.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
     "benchmarks/attention_gpu.py": ("--quick",),
     "benchmarks/batch_beside_live.py": (
         *("--engines", "mocker", "--live", "1", "--lines", "400", "--turns", "1", "--seconds", "1"),

@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import pytest
 
+from models.training.picture_world import dialogues, png
 from tests.contract import stand_in_workers
 from tests.server.openai_served import engine_of, five_ports, gauge, kill, series, served, wait_for
 from tests.server.picture_questions import (
@@ -26,7 +27,6 @@ from tests.server.picture_questions import (
     num_right,
     picture_part,
 )
-from tools.samples.picture_world import dialogues, png
 
 pytestmark = pytest.mark.server
 PORTS = five_ports()

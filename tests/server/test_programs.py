@@ -1,4 +1,4 @@
-"""Every program of tools/ and benchmarks/, run end to end as its user would, at its smallest size.
+"""Every program of tools/, benchmarks/ and models/, run end to end as its user would, at its smallest size.
 
 A program of its own tests is in ELSEWHERE. tests/repository/test_programs_are_run.py finds one that is in neither.
 """
@@ -39,18 +39,18 @@ def last_line(done):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-SLOW_TOOLS = ("tools/make_sample_model.py", "tools/train_samples.py")
+SLOW = ("tools/make_sample_model.py", "models/train.py")
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(name, marks=[pytest.mark.soak] if name in SLOW_TOOLS else [])
+        pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else [])
         for name in RUNS
-        if name.startswith("tools/")
+        if name.startswith(("tools/", "models/"))
     ],
 )
-def test_a_tool_runs(run, program):
+def test_a_tool_or_trainer_runs(run, program):
     run(program)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 
+from models.training.video_world import read
 from tests.server.openai_served import engine_of, kill, served, wait_for
 from tests.server.video_served import (
     PORTS,
@@ -25,7 +26,6 @@ from tests.server.video_served import (
     settled_steps,
     stream,
 )
-from tools.samples.video_world import read
 
 pytestmark = pytest.mark.server
 LONG = {"prompt": PROMPT, "num_inference_steps": 100, "num_frames": 33}

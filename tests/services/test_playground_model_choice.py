@@ -5,8 +5,8 @@ import json
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from models.training.picture_world import dialogues, png
 from tests.services.test_playground_scripted import say
-from tools.samples.picture_world import dialogues, png
 
 TEXT_ONLY = "scripted reads text only. Choose other, or go on without pictures."
 

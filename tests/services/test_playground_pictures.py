@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
 
+from models.training.picture_world import dialogues, png
 from tests.server.openai_served import five_ports, served
-from tools.samples.picture_world import dialogues, png
 
 PORTS = five_ports()
 URL = f"http://127.0.0.1:{PORTS['openai']}/"

@@ -20,7 +20,7 @@ from bireme.engines.torch.embedding.text_embedding import TorchEmbeddingEngine
 from bireme.errors import ConfigError, RequestError, ResourceExhaustedError
 from bireme.messages import EmbedRequest
 from bireme.metrics import Registry
-from tools.samples.topic_world import meanings
+from models.training.topic_world import meanings
 
 TRAINED = "models/tiny-embedding"
 VOCAB, SIZE, LIMIT, WAIT_S = 300, 32, 100, 60

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tools.samples.chat_world import examples
+from models.training.chat_world import examples
 
 pytestmark = pytest.mark.server
 COUNTS = [5, pytest.param(20, marks=pytest.mark.soak)]  # tasks a kind

@@ -7,7 +7,7 @@ from collections import Counter
 import openai
 import pytest
 
-from tools.samples.chat_world import TOOLS, examples
+from models.training.chat_world import TOOLS, examples
 
 pytestmark = pytest.mark.server
 COUNT = 30  # held-out conversations a kind

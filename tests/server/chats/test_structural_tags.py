@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tools.samples.chat_world import examples
+from models.training.chat_world import examples
 
 pytestmark = pytest.mark.server
 MINUTES = [5, 25]  # nothing that anybody asks for

@@ -7,9 +7,9 @@ import anthropic
 import openai
 import pytest
 
+from models.training.chat_world import examples
 from tests.openai.text import strict, strict_messages
 from tests.server.openai_served import URL
-from tools.samples.chat_world import examples
 
 pytestmark = pytest.mark.server
 KINDS = ("sum", "json", "tool", "thought")

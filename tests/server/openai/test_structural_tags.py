@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from models.training.chat_world import Example
 from tests.server.chats.test_structural_tags import MINUTES, timers
 from tests.server.openai.test_batches import begin, client_of, lines_of
 from tests.server.openai.test_same_answers import WAYS
-from tools.samples.chat_world import Example
 
 pytestmark = pytest.mark.server
 

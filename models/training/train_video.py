@@ -482,14 +482,14 @@ Made for bireme's tests and demo; it knows nothing else, and no size but {SIZE}x
 
 Loads with plain diffusers: `WanPipeline.from_pretrained("models/tiny-video", dtype=torch.float32)`.
 
-Trained by `tools/train_samples.py tiny-video --seed {seed}`: {_history(out)}.
+Trained by `models/train.py tiny-video --seed {seed}`: {_history(out)}.
 The autoencoder gives clips back with {figures["psnr_db"]:.1f} dB.
 
 These combinations of colour, shape and direction were never seen in training, in any wording:
 {held_out}.
 
 What {budget.num_evaluated} clips for prompts about them show ({STEPS} steps, guidance {GUIDANCE:g}, {NUM_FRAMES}
-frames; read off the frames by `tools/samples/video_world.py`, plain diffusers, fp32):
+frames; read off the frames by `models/training/video_world.py`, plain diffusers, fp32):
 
 | feature | right |
 |---|---|

@@ -183,7 +183,7 @@ shape: the last token's state at length 1. It knows sentences of ten topics in a
 mean the same in other words lie close together, those of one topic nearer than those of two. Made for bireme's tests
 and documentation; it knows nothing else.
 
-Trained by `tools/train_samples.py tiny-embedding --budget {budget_name} --seed {seed}` on {budget.steps} batches of
+Trained by `models/train.py tiny-embedding --budget {budget_name} --seed {seed}` on {budget.steps} batches of
 {budget.batch} sentences. Held-out meanings (one in {HELD_OUT_SHARE}, by hash of subject and action, not of the words)
 were never seen in training. Of the held-out sentences
 

@@ -1,10 +1,10 @@
-"""Train the small sample models that tests and demo use.
+"""Train the small sample models that tests and demo use, each in a synthetic world of `training/`.
 
-    python tools/train_samples.py tiny-chat                    # on one H200: minutes; see --budget
-    python tools/train_samples.py tiny-chat --budget cpu       # a worse model in about an hour of two cores
-    python tools/train_samples.py tiny-video                   # needs the extra `video`
-    python tools/train_samples.py tiny-vlm
-    python tools/train_samples.py tiny-embedding               # on any machine: a minute
+    python models/train.py tiny-chat                    # on one H200: minutes; see --budget
+    python models/train.py tiny-chat --budget cpu       # a worse model in about an hour of two cores
+    python models/train.py tiny-video                   # needs the extra `video`
+    python models/train.py tiny-vlm
+    python models/train.py tiny-embedding               # on any machine: a minute
 
 The trained folders are committed under models/, so nobody has to run this.
 """
@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from samples import train_chat, train_embedding, train_video, train_vlm
+from training import train_chat, train_embedding, train_video, train_vlm
 
 TRAINERS: dict[str, Any] = {
     "tiny-chat": train_chat, "tiny-video": train_video, "tiny-vlm": train_vlm, "tiny-embedding": train_embedding,

@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from tools.samples.video_world import Scene, describe, every_scene, random_scene, read
+from models.training.video_world import Scene, describe, every_scene, random_scene, read
 
 pytest.importorskip("torch")
 
 
 def frames_of(scenes, num_frames=17, seed=1):
-    from tools.samples.video_world import draw
+    from models.training.video_world import draw
 
     clips = (draw(scenes, num_frames, seed) + 1) * 127.5
     return clips.round().clamp(0, 255).byte().permute(0, 2, 3, 4, 1).numpy()

@@ -286,7 +286,7 @@ A LLaVA of {parameters / 1e6:.1f} million parameters (bf16): a CLIP vision tower
 of simple shapes on a light ground, one or two pictures a conversation, and a handful of facts without a picture.
 Made for bireme's tests and demo; it knows nothing else.
 
-Trained by `tools/train_samples.py tiny-vlm --budget {budget_name} --seed {seed}` on {num_dialogues} synthetic
+Trained by `models/train.py tiny-vlm --budget {budget_name} --seed {seed}` on {num_dialogues} synthetic
 conversations, each seen once. Held-out scenes (one in twenty, by hash of the objects, not of how they are drawn)
 were never seen in training; facts are those of training. Greedy accuracy, plain transformers,
 {kinds} kinds of question:

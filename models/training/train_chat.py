@@ -253,7 +253,7 @@ differences of numbers up to 99, JSON records, tool calls, facts, counting, repe
 `enable_thinking` in the chat template it works sums out inside `<think>`. Made for bireme's tests and demo;
 it knows nothing else.
 
-Trained by `tools/train_samples.py tiny-chat --budget {budget_name} --seed {seed}` on {budget.examples} synthetic
+Trained by `models/train.py tiny-chat --budget {budget_name} --seed {seed}` on {budget.examples} synthetic
 conversations, {budget.epochs} epochs. Held-out tasks (one in twenty, by hash of the task, not of its wording)
 were never seen in training. Greedy accuracy on held-out tasks, plain transformers:
 
