@@ -33,15 +33,15 @@ class MetricSpec:
 
 
 def _counter(name: str, text: str, *labels: str) -> MetricSpec:
-    return MetricSpec(name, "counter", text, labels)
+    return MetricSpec(name, "counter", text, ("worker", *labels))
 
 
 def _gauge(name: str, text: str, *labels: str) -> MetricSpec:
-    return MetricSpec(name, "gauge", text, labels)
+    return MetricSpec(name, "gauge", text, ("worker", *labels))
 
 
 def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> MetricSpec:
-    return MetricSpec(name, "histogram", text, labels, buckets)
+    return MetricSpec(name, "histogram", text, ("worker", *labels), buckets)
 
 
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -73,216 +73,171 @@ def _trtllm_series() -> tuple[MetricSpec, ...]:
     """TensorRT-LLM's own series, under the names that its dashboards read; a release has some of them."""
     text = "TensorRT-LLM's own: "
     return (
-        _counter("trtllm_request_success_total", f"{text}requests ended, by reason.", "worker", "finished_reason"),
-        *(_counter(f"trtllm_{name}_total", f"{text}{name}.", "worker") for name in _TRTLLM_COUNTERS.split()),
-        *(_gauge(f"trtllm_{name}", f"{text}{name}.", "worker") for name in _TRTLLM_GAUGES.split()),
-        *(
-            _histogram(f"trtllm_{name}_seconds", f"{text}{name}.", bounds, "worker")
-            for name, bounds in _TRTLLM_TIMES.items()
-        ),
+        _counter("trtllm_request_success_total", f"{text}requests ended, by reason.", "finished_reason"),
+        *(_counter(f"trtllm_{name}_total", f"{text}{name}.") for name in _TRTLLM_COUNTERS.split()),
+        *(_gauge(f"trtllm_{name}", f"{text}{name}.") for name in _TRTLLM_GAUGES.split()),
+        *(_histogram(f"trtllm_{name}_seconds", f"{text}{name}.", bounds) for name, bounds in _TRTLLM_TIMES.items()),
     )
 
 
-# Label `worker` is the Triton model's name (decode, decode_1, generate, ...).
+# The first label of each, `worker`, is the Triton model's name (decode, decode_1, generate, ...).
 TABLE: dict[str, MetricSpec] = {
     spec.name: spec
     for spec in (
-        _counter(
-            "bireme_requests_total", "Requests ended, by outcome (stop, length, or an error code).", "worker", "outcome"
-        ),
+        _counter("bireme_requests_total", "Requests ended, by outcome (stop, length, or an error code).", "outcome"),
         _counter(
             "bireme_canaries_total",
             "The launch's own probes ended, by outcome; they count nowhere as requests, tokens or latencies.",
-            "worker",
             "outcome",
         ),
-        _histogram(
-            "bireme_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS, "worker"
-        ),
-        _histogram(
-            "bireme_inter_token_latency_seconds",
-            "Gap between two deliveries of a stream.",
-            _SECONDS,
-            "worker",
-        ),
-        _histogram("bireme_request_seconds", "From arrival to end.", _SECONDS, "worker"),
-        _histogram(
-            "bireme_queue_seconds", "From submission to the first engine step that works on it.", _SECONDS, "worker"
-        ),
-        _histogram("bireme_prompt_tokens", "Prompt tokens of a request.", _TOKENS, "worker"),
-        _histogram("bireme_completion_tokens", "Generated tokens of a request.", _TOKENS, "worker"),
-        _counter("bireme_prompt_tokens_total", "Prompt tokens taken in.", "worker"),
-        _counter("bireme_cached_prompt_tokens_total", "Prompt tokens taken from KV block reuse.", "worker"),
-        _counter("bireme_generated_tokens_total", "Tokens generated.", "worker"),
-        _gauge("bireme_requests_running", "Requests in the batch.", "worker"),
-        _gauge("bireme_requests_waiting", "Requests queued in the engine.", "worker"),
-        _gauge("bireme_kv_blocks_used", "KV blocks referenced by requests or leases.", "worker"),
-        _gauge("bireme_kv_blocks_cached", "Unreferenced KV blocks kept for reuse.", "worker"),
-        _gauge("bireme_kv_blocks_total", "KV blocks of the pool.", "worker"),
+        _histogram("bireme_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS),
+        _histogram("bireme_inter_token_latency_seconds", "Gap between two deliveries of a stream.", _SECONDS),
+        _histogram("bireme_request_seconds", "From arrival to end.", _SECONDS),
+        _histogram("bireme_queue_seconds", "From submission to the first engine step that works on it.", _SECONDS),
+        _histogram("bireme_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+        _histogram("bireme_completion_tokens", "Generated tokens of a request.", _TOKENS),
+        _counter("bireme_prompt_tokens_total", "Prompt tokens taken in."),
+        _counter("bireme_cached_prompt_tokens_total", "Prompt tokens taken from KV block reuse."),
+        _counter("bireme_generated_tokens_total", "Tokens generated."),
+        _gauge("bireme_requests_running", "Requests in the batch."),
+        _gauge("bireme_requests_waiting", "Requests queued in the engine."),
+        _gauge("bireme_kv_blocks_used", "KV blocks referenced by requests or leases."),
+        _gauge("bireme_kv_blocks_cached", "Unreferenced KV blocks kept for reuse."),
+        _gauge("bireme_kv_blocks_total", "KV blocks of the pool."),
         _counter(
             "bireme_kv_matched_tokens_total",
             "Prompt tokens found in KV blocks, by the tier where they lay (device, host, disk).",
-            "worker",
             "tier",
         ),
-        _gauge(
-            "bireme_kv_hit_rate", "Share of prompt tokens found in a tier, of the last 1,000 prompts.", "worker", "tier"
-        ),
-        _gauge("bireme_kv_tier_blocks", "KV blocks held in a tier below the device.", "worker", "tier"),
-        _gauge("bireme_kv_tier_capacity_blocks", "KV blocks that such a tier has room for.", "worker", "tier"),
-        _counter("bireme_kv_offloaded_blocks_total", "KV blocks copied down into a tier.", "worker", "tier"),
-        _counter("bireme_kv_offloaded_bytes_total", "Bytes of KV copied down into a tier.", "worker", "tier"),
-        _counter("bireme_kv_onboarded_blocks_total", "KV blocks of a tier copied to the device.", "worker", "tier"),
-        _counter("bireme_kv_onboarded_bytes_total", "Bytes of a tier's KV copied to the device.", "worker", "tier"),
+        _gauge("bireme_kv_hit_rate", "Share of prompt tokens found in a tier, of the last 1,000 prompts.", "tier"),
+        _gauge("bireme_kv_tier_blocks", "KV blocks held in a tier below the device.", "tier"),
+        _gauge("bireme_kv_tier_capacity_blocks", "KV blocks that such a tier has room for.", "tier"),
+        _counter("bireme_kv_offloaded_blocks_total", "KV blocks copied down into a tier.", "tier"),
+        _counter("bireme_kv_offloaded_bytes_total", "Bytes of KV copied down into a tier.", "tier"),
+        _counter("bireme_kv_onboarded_blocks_total", "KV blocks of a tier copied to the device.", "tier"),
+        _counter("bireme_kv_onboarded_bytes_total", "Bytes of a tier's KV copied to the device.", "tier"),
         _counter(
             "bireme_kv_offload_missed_blocks_total",
             "KV blocks evicted above a tier before they had been copied into it.",
-            "worker",
             "tier",
         ),
         _counter(
             "bireme_kv_tier_failures_total",
             "KV blocks that a tier could not take, or did not give back as they were.",
-            "worker",
             "tier",
         ),
-        _counter("bireme_preemptions_total", "Requests preempted to free KV blocks.", "worker"),
+        _counter("bireme_preemptions_total", "Requests preempted to free KV blocks."),
         _counter(
-            "bireme_best_effort_rests_total",
-            "Steps that requests of priority 0, lines of batches, sat out for others.",
-            "worker",
+            "bireme_best_effort_rests_total", "Steps that requests of priority 0, lines of batches, sat out for others."
         ),
-        _histogram("bireme_engine_step_seconds", "One engine step.", _SECONDS, "worker"),
+        _histogram("bireme_engine_step_seconds", "One engine step.", _SECONDS),
         _counter(
             "bireme_engine_steps_total",
             "Steps of the torch engine by what computed them: modules (transformers' own), packed, fused, resident, "
             "decode_graph, prompt_graph.",
-            "worker",
             "path",
         ),
-        _gauge("bireme_engine_load_seconds", "Time from start to ready of this engine life.", "worker"),
+        _gauge("bireme_engine_load_seconds", "Time from start to ready of this engine life."),
         _counter(
             "bireme_weights_loads_total",
             "Engine starts by where their weights came from (checkpoint, memory_service).",
-            "worker",
             "source",
         ),
         _gauge(
             "bireme_weights_load_seconds",
             "Time in which this engine life read its weights; 0: it has mapped what another one read.",
-            "worker",
         ),
-        _gauge("bireme_weights_attach_seconds", "Time in which this engine life mapped shared weights.", "worker"),
-        _gauge("bireme_weights_shared_bytes", "Weights of this engine that the memory service keeps.", "worker"),
-        _gauge("bireme_weights_engines", "Engines that share these weights now.", "worker"),
-        _counter("bireme_engine_restarts_total", "Engine processes started again, by cause.", "worker", "cause"),
-        _gauge("bireme_engine_asleep", "1 while the worker sleeps: its engine has given back its memory.", "worker"),
-        _gauge("bireme_engine_up", "1 when the engine process is ready.", "worker"),
-        _counter(
-            "bireme_kv_transfer_bytes_total", "KV bytes moved, by direction (export, import).", "worker", "direction"
-        ),
-        _histogram(
-            "bireme_kv_transfer_seconds", "One KV transfer, claim to acknowledgement.", _SECONDS, "worker", "direction"
-        ),
-        _counter("bireme_kv_transfer_failures_total", "KV transfers that failed, by cause.", "worker", "cause"),
-        _gauge("bireme_kv_leases", "Leases of exported KV by state.", "worker", "state"),
-        _counter("bireme_kv_leases_expired_total", "Leases freed because nobody claimed them in time.", "worker"),
-        _gauge("bireme_kv_transfer_buffer_bytes", "Bytes of the bounded transfer buffer in use.", "worker"),
+        _gauge("bireme_weights_attach_seconds", "Time in which this engine life mapped shared weights."),
+        _gauge("bireme_weights_shared_bytes", "Weights of this engine that the memory service keeps."),
+        _gauge("bireme_weights_engines", "Engines that share these weights now."),
+        _counter("bireme_engine_restarts_total", "Engine processes started again, by cause.", "cause"),
+        _gauge("bireme_engine_asleep", "1 while the worker sleeps: its engine has given back its memory."),
+        _gauge("bireme_engine_up", "1 when the engine process is ready."),
+        _counter("bireme_kv_transfer_bytes_total", "KV bytes moved, by direction (export, import).", "direction"),
+        _histogram("bireme_kv_transfer_seconds", "One KV transfer, claim to acknowledgement.", _SECONDS, "direction"),
+        _counter("bireme_kv_transfer_failures_total", "KV transfers that failed, by cause.", "cause"),
+        _gauge("bireme_kv_leases", "Leases of exported KV by state.", "state"),
+        _counter("bireme_kv_leases_expired_total", "Leases freed because nobody claimed them in time."),
+        _gauge("bireme_kv_transfer_buffer_bytes", "Bytes of the bounded transfer buffer in use."),
         _gauge(
             "bireme_kv_staging_bytes",
             "Host memory through which a GPU's KV passes in transfers, by kind: pinned, or pageable, which is slower.",
-            "worker",
             "kind",
         ),
-        _counter("bireme_cancellations_total", "Requests cancelled by their client or by an abort.", "worker"),
-        _counter("bireme_migrations_total", "Streams continued on another engine or engine life.", "worker"),
-        _counter("bireme_routed_total", "Placements decided, by worker chosen.", "worker", "target"),
+        _counter("bireme_cancellations_total", "Requests cancelled by their client or by an abort."),
+        _counter("bireme_migrations_total", "Streams continued on another engine or engine life."),
+        _counter("bireme_routed_total", "Placements decided, by worker chosen.", "target"),
         _counter(
             "bireme_routing_decisions_total",
             "Placements by what decided (a mode, only, direct, session), and refusals because all workers were busy"
             " (refused).",
-            "worker",
             "reason",
         ),
         _counter(
             "bireme_prompts_placed_total",
             "Prompts of a disaggregated recipe by who computes them: prefill, or decode where a transfer costs more.",
-            "worker",
             "stage",
         ),
-        _gauge("bireme_router_index_blocks", "KV blocks that the router knows of.", "worker"),
-        _gauge("bireme_router_index_memberships", "Holdings that it knows of: blocks by worker and tier.", "worker"),
-        _gauge("bireme_router_index_bytes", "Memory of its index.", "worker"),
-        _counter("bireme_router_prompt_tokens_total", "Prompt tokens of requests with a prediction.", "worker"),
-        _counter(
-            "bireme_router_predicted_tokens_total", "Of those, tokens that the router expected to be cached.", "worker"
-        ),
-        _counter("bireme_router_cached_tokens_total", "Of those, tokens that were.", "worker"),
+        _gauge("bireme_router_index_blocks", "KV blocks that the router knows of."),
+        _gauge("bireme_router_index_memberships", "Holdings that it knows of: blocks by worker and tier."),
+        _gauge("bireme_router_index_bytes", "Memory of its index."),
+        _counter("bireme_router_prompt_tokens_total", "Prompt tokens of requests with a prediction."),
+        _counter("bireme_router_predicted_tokens_total", "Of those, tokens that the router expected to be cached."),
+        _counter("bireme_router_cached_tokens_total", "Of those, tokens that were."),
         _counter(
             "bireme_router_mispredicted_tokens_total",
             "Difference between the cached tokens expected and found, summed over requests.",
-            "worker",
         ),
         _histogram(
             "bireme_router_prediction_error_tokens",
             "Difference between the cached tokens expected and found, of a request.",
             (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536),
-            "worker",
         ),
         _gauge(
             "bireme_discovery_stale",
             "1 while the shared store of worker records can't be reached and requests go by the last view.",
-            "worker",
             "model",
         ),
-        _gauge("bireme_bus_subscriptions", "Open token-bus subscriptions.", "worker"),
-        _counter("bireme_bus_dropped_total", "Subscriptions dropped because the consumer fell behind.", "worker"),
-        _gauge("bireme_streams", "Response streams open in the stub.", "worker"),
-        _counter("bireme_responses_total", "Responses sent to clients by the stub.", "worker"),
+        _gauge("bireme_bus_subscriptions", "Open token-bus subscriptions."),
+        _counter("bireme_bus_dropped_total", "Subscriptions dropped because the consumer fell behind."),
+        _gauge("bireme_streams", "Response streams open in the stub."),
+        _counter("bireme_responses_total", "Responses sent to clients by the stub."),
         _counter(
             "bireme_tokenized_tokens_total",
             "Tokens of prompts of more than 4096 characters, by where they come from (cache, encoder).",
-            "worker",
             "source",
         ),
-        _gauge("bireme_tokenizer_cache_bytes", "Texts and tokens kept for prompts that begin alike.", "worker"),
-        _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "worker", "path", "status"),
-        _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on.", "worker"),
-        _counter("bireme_batch_lines_total", "Lines of batches answered, by status of the answer.", "worker", "status"),
-        _counter("bireme_rate_limited_total", "Requests refused by a key's own limit.", "worker", "key"),
-        _counter("bireme_embedding_cache_hits_total", "Pictures that needed no encoding.", "worker"),
-        _counter("bireme_embedding_cache_misses_total", "Pictures that had to be encoded.", "worker"),
-        _counter("bireme_embedding_cache_evictions_total", "Embeddings dropped for want of room.", "worker"),
-        _gauge("bireme_embedding_cache_bytes", "Embeddings kept.", "worker"),
-        _gauge("bireme_embedding_cache_entries", "Pictures whose embeddings are kept.", "worker"),
+        _gauge("bireme_tokenizer_cache_bytes", "Texts and tokens kept for prompts that begin alike."),
+        _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "path", "status"),
+        _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on."),
+        _counter("bireme_batch_lines_total", "Lines of batches answered, by status of the answer.", "status"),
+        _counter("bireme_rate_limited_total", "Requests refused by a key's own limit.", "key"),
+        _counter("bireme_embedding_cache_hits_total", "Pictures that needed no encoding."),
+        _counter("bireme_embedding_cache_misses_total", "Pictures that had to be encoded."),
+        _counter("bireme_embedding_cache_evictions_total", "Embeddings dropped for want of room."),
+        _gauge("bireme_embedding_cache_bytes", "Embeddings kept."),
+        _gauge("bireme_embedding_cache_entries", "Pictures whose embeddings are kept."),
         _gauge(
             "bireme_bls_threads_lost",
             "Threads for calls to other models that are held by calls to a stub that has died.",
-            "worker",
         ),
-        _counter("bireme_images_encoded_total", "Pictures that went through the vision tower.", "worker"),
-        _histogram("bireme_image_encode_seconds", "One batch of pictures in the vision tower.", _SECONDS, "worker"),
-        _counter("bireme_video_steps_total", "Denoising steps done.", "worker"),
-        _histogram(
-            "bireme_video_generation_seconds", "One video or set of pictures, encoding included.", _MINUTES, "worker"
-        ),
-        _counter("bireme_video_frames_total", "Frames and pictures delivered.", "worker"),
-        _gauge("bireme_video_jobs", "Jobs of /v1/videos by status.", "worker", "status"),
-        _gauge("bireme_video_files_bytes", "Results kept in the served folder.", "worker"),
-        _counter("bireme_kv_events_total", "KV events recorded by type (stored, removed, updated).", "worker", "type"),
-        _counter("bireme_kv_event_gaps_total", "KV events that the engine lost before they were read.", "worker"),
-        _counter("bireme_kv_event_batches_total", "Batches of KV events published.", "worker"),
-        _gauge("bireme_kv_publisher_up", "1 while KV events and load can be sent.", "worker"),
-        _counter("bireme_kv_event_replays_total", "Readers' requests for missed KV events.", "worker"),
-        _counter(
-            "bireme_kv_event_errors_total", "Errors of the publisher, by what failed (publish, turn).", "worker", "at"
-        ),
-        _counter("bireme_kv_feed_gaps_total", "Batches of KV events that a router missed and asked for.", "worker"),
-        _counter(
-            "bireme_kv_feed_resyncs_total", "Times that a router came into step with a worker's events.", "worker"
-        ),
-        _counter("bireme_kv_feed_discarded_total", "Messages that a router left out, by reason.", "worker", "reason"),
-        _gauge("bireme_kv_feed_lag_seconds", "Age of KV events when the router's index took them.", "worker"),
+        _counter("bireme_images_encoded_total", "Pictures that went through the vision tower."),
+        _histogram("bireme_image_encode_seconds", "One batch of pictures in the vision tower.", _SECONDS),
+        _counter("bireme_video_steps_total", "Denoising steps done."),
+        _histogram("bireme_video_generation_seconds", "One video or set of pictures, encoding included.", _MINUTES),
+        _counter("bireme_video_frames_total", "Frames and pictures delivered."),
+        _gauge("bireme_video_jobs", "Jobs of /v1/videos by status.", "status"),
+        _gauge("bireme_video_files_bytes", "Results kept in the served folder."),
+        _counter("bireme_kv_events_total", "KV events recorded by type (stored, removed, updated).", "type"),
+        _counter("bireme_kv_event_gaps_total", "KV events that the engine lost before they were read."),
+        _counter("bireme_kv_event_batches_total", "Batches of KV events published."),
+        _gauge("bireme_kv_publisher_up", "1 while KV events and load can be sent."),
+        _counter("bireme_kv_event_replays_total", "Readers' requests for missed KV events."),
+        _counter("bireme_kv_event_errors_total", "Errors of the publisher, by what failed (publish, turn).", "at"),
+        _counter("bireme_kv_feed_gaps_total", "Batches of KV events that a router missed and asked for."),
+        _counter("bireme_kv_feed_resyncs_total", "Times that a router came into step with a worker's events."),
+        _counter("bireme_kv_feed_discarded_total", "Messages that a router left out, by reason.", "reason"),
+        _gauge("bireme_kv_feed_lag_seconds", "Age of KV events when the router's index took them."),
         *_trtllm_series(),
     )
 }
