@@ -39,6 +39,7 @@ class TokenLogprob(NamedTuple):
 
 
 TokenLogprobs = list[TokenLogprob]  # one position: the chosen token first, then the likeliest, best first
+Logprobs = list[TokenLogprobs] | None  # an entry a token; None: none are asked for
 
 
 class ProcessorCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -173,12 +174,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
 class Sink(Protocol):
     """Receives an engine's output of one request. Must be quick and must not raise."""
 
-    def push(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None: ...
+    def push(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None: ...
 
     def finish(self, finish: Finish) -> None:
         """Called exactly once, after the last push; an engine's death comes as reason `error`, UNAVAILABLE."""

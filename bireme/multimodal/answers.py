@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from bireme.messages import Finish, TokenLogprobs
+from bireme.messages import Finish, Logprobs
 from bireme.multimodal.wire import EncodeAnswer, Encoded, encode_answer, seal_handle
 
 if TYPE_CHECKING:
@@ -34,12 +34,7 @@ class EncodeSink:
     def __init__(self, finish: Callable[[Finish], None]) -> None:
         self._finish = finish
 
-    def push(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None:
+    def push(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
         return None
 
     def finish(self, finish: Finish) -> None:

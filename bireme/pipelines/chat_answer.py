@@ -20,7 +20,7 @@ from bireme.pipelines.token_logprobs import TokenTexts
 from bireme.text.output import TokenDelta
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, Parser, Reasoning
 
-Logprobs = list[dict[str, Any]]  # OpenAI's entries, one a token
+ShownLogprobs = list[dict[str, Any]] | None  # OpenAI's entries, one a token
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -79,19 +79,19 @@ def ids_of(delta: TokenDelta) -> list[int]:
 class ChatOutput(Protocol):
     """Takes the parts of an answer's choices. Must be quick and must not raise."""
 
-    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
+    def text(self, index: int, text: str, logprobs: ShownLogprobs) -> None: ...
 
     def delta(self, index: int, delta: TokenDelta) -> None:
         """Take a delta whose text is not made yet: it grows until the text is asked for."""
 
-    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None: ...
+    def reasoning(self, index: int, text: str, logprobs: ShownLogprobs) -> None: ...
 
-    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None: ...
+    def call(self, index: int, number: int, name: str, logprobs: ShownLogprobs) -> None: ...
 
-    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None: ...
+    def arguments(self, index: int, number: int, text: str, logprobs: ShownLogprobs) -> None: ...
 
     def finish(
-        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+        self, index: int, reason: str, logprobs: ShownLogprobs, usage: Usage, num_reasoning: int, stop_string: str
     ) -> None:
         """The choice's last part; `logprobs` of tokens that belong to no other part. `stop_string`: what ended it; "":
         something else.
@@ -114,7 +114,7 @@ class Choice:
         self._index, self._answer, self._parser = index, answer, parser
         self._texts, self._num_top = texts, num_top
         self._is_parallel = is_parallel
-        self._logprobs: Logprobs | None = None if texts is None else []
+        self._logprobs: ShownLogprobs = None if texts is None else []
         self._num_reasoning = 0
         self._num_calls = 0
 
@@ -160,7 +160,7 @@ class Choice:
         usage = delta.usage or Usage()
         self._answer.finish(self._index, reason, self._take_logprobs(), usage, self._num_reasoning, delta.stop_string)
 
-    def _take_logprobs(self) -> Logprobs | None:
+    def _take_logprobs(self) -> ShownLogprobs:
         if self._logprobs is None:
             return None
         taken, self._logprobs = self._logprobs, []
@@ -176,7 +176,7 @@ class _Collected:
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[tuple[str, list[str]]] = field(default_factory=list)
-    logprobs: Logprobs | None = None
+    logprobs: ShownLogprobs = None
     reason: str = ""
     usage: Usage = field(default_factory=Usage)
     num_reasoning: int = 0
@@ -193,27 +193,27 @@ class WholeAnswer:
         self._heading, self._has_timing, self._nvext, self._ids = heading, has_timing, nvext, ids
         self._choices = [_Collected() for _ in range(n)]
 
-    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def text(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         self._choices[index].texts.append(text)
         self._add(index, logprobs)
 
     def delta(self, index: int, delta: TokenDelta) -> None:
         self._choices[index].deltas.append(delta)
 
-    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def reasoning(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         self._choices[index].thoughts.append(text)
         self._add(index, logprobs)
 
-    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
+    def call(self, index: int, number: int, name: str, logprobs: ShownLogprobs) -> None:
         self._choices[index].calls.append((name, []))
         self._add(index, logprobs)
 
-    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None:
+    def arguments(self, index: int, number: int, text: str, logprobs: ShownLogprobs) -> None:
         self._choices[index].calls[number][1].append(text)
         self._add(index, logprobs)
 
     def finish(
-        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+        self, index: int, reason: str, logprobs: ShownLogprobs, usage: Usage, num_reasoning: int, stop_string: str
     ) -> None:
         choice = self._choices[index]
         choice.texts += [delta.text for delta in choice.deltas]
@@ -245,7 +245,7 @@ class WholeAnswer:
             body["bireme"] = timing_json(self.usages)
         return encode_json(body | self._nvext.json(self.usages))
 
-    def _add(self, index: int, logprobs: Logprobs | None) -> None:
+    def _add(self, index: int, logprobs: ShownLogprobs) -> None:
         if logprobs is not None:
             choice = self._choices[index]
             choice.logprobs = (choice.logprobs or []) + logprobs

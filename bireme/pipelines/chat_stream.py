@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from bireme.messages import Usage
-from bireme.pipelines.chat_answer import Logprobs, ResponseMeta, TokenIds, call_id, encode_json
+from bireme.pipelines.chat_answer import ResponseMeta, ShownLogprobs, TokenIds, call_id, encode_json
 from bireme.pipelines.chat_usage import NO_NVEXT, NvExtReply, timing_json, usage_json
 from bireme.text.output import TokenDelta
 
@@ -57,7 +57,7 @@ class ChunkTemplate:
         return head + (tail + head).join(jsons) + tail
 
     def delta(
-        self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None,
+        self, index: int, delta: dict[str, Any], logprobs: ShownLogprobs, reason: str | None,
         token_ids: list[int] | None = None,
     ) -> bytes:  # fmt: skip
         shown = None if logprobs is None else {"content": logprobs, "refusal": None}
@@ -104,7 +104,7 @@ class StreamedAnswer:
         """Return the usages of ended choices."""
         return [usage for usage in self._usages if usage is not None]
 
-    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def text(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         if not self._has_begun[index]:
             self._begin(index)
         if logprobs is None:
@@ -117,19 +117,19 @@ class StreamedAnswer:
             self._begin(index)
         self._sink.delta(index, delta)
 
-    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def reasoning(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         self._delta(index, dict.fromkeys(self._template.reasoning_names, text), logprobs)
 
-    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
+    def call(self, index: int, number: int, name: str, logprobs: ShownLogprobs) -> None:
         function = {"name": name, "arguments": ""}
         call = {"index": number, "id": call_id(), "type": "function", "function": function}
         self._delta(index, {"tool_calls": [call]}, logprobs)
 
-    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None:
+    def arguments(self, index: int, number: int, text: str, logprobs: ShownLogprobs) -> None:
         self._delta(index, {"tool_calls": [{"index": number, "function": {"arguments": text}}]}, logprobs)
 
     def finish(
-        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+        self, index: int, reason: str, logprobs: ShownLogprobs, usage: Usage, num_reasoning: int, stop_string: str
     ) -> None:
         self._delta(index, {}, logprobs or None, reason)
         self._usages[index] = usage
@@ -143,7 +143,7 @@ class StreamedAnswer:
         self._sink.chunk(self._annotations + self._template.begin(index))
         self._annotations = b""
 
-    def _delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None = None) -> None:
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: ShownLogprobs, reason: str | None = None) -> None:
         if not self._has_begun[index]:
             self._begin(index)
         self._sink.chunk(self._template.delta(index, delta, logprobs, reason))
@@ -167,7 +167,7 @@ class StreamedWithIds(StreamedAnswer):
         super().__init__(*values)
         self._ids = ids
 
-    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def text(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         self._delta(index, {"content": text}, logprobs)
 
     def delta(self, index: int, delta: TokenDelta) -> None:
@@ -179,7 +179,7 @@ class StreamedWithIds(StreamedAnswer):
         self._sink.chunk(self._annotations + self._template.begin(index, self._ids.prompt))
         self._annotations, self._ids.prompt = b"", []
 
-    def _delta(self, index: int, delta: dict[str, Any], logprobs: Logprobs | None, reason: str | None = None) -> None:
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: ShownLogprobs, reason: str | None = None) -> None:
         if not self._has_begun[index]:
             self._begin(index)
         self._sink.chunk(self._template.delta(index, delta, logprobs, reason, self._ids.take(index)))

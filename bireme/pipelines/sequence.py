@@ -47,7 +47,7 @@ from bireme.errors import (
     from_message,
 )
 from bireme.kv.routing.placement import Placement, RoutingRequest
-from bireme.messages import EngineRequest, Finish, SamplingParams, TokenLogprobs, Usage
+from bireme.messages import EngineRequest, Finish, Logprobs, SamplingParams, Usage
 from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.services import Services
 from bireme.request import Ids
@@ -64,12 +64,7 @@ DEADLINE_GRACE_S = 1.0  # engines keep deadlines themselves; this is for those t
 class Push(Protocol):
     """Sink.push."""
 
-    def __call__(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None: ...
+    def __call__(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +122,7 @@ class SequenceRunner:
         self._prefill: tuple[str, Usage] | None = None  # worker and usage of the prefill that made the first token
         self._predicted_tokens: int | None = None  # of the prompt, that its worker should have found in its cache
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
-        self._prompt_logprobs: list[TokenLogprobs] | None = None  # prefill's, until they are sent
+        self._prompt_logprobs: Logprobs = None  # prefill's, until they are sent
         self._failing_since = 0.0
         self._backoff: Backoff | None = None  # of attempts that were refused
         self._was_in_stall = False  # of its last engine, and perhaps for its sake
@@ -142,24 +137,14 @@ class SequenceRunner:
     def finish_reason(self) -> str:
         return self._stream.finish_reason
 
-    def _push_first(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None:
+    def _push_first(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
         self.first_token_at = time.monotonic()
         self.push = self._stream.push
         self._note_prefilled()
         mine, self._prompt_logprobs = self._prompt_logprobs, None
         self.push(tokens, logprobs, mine if prompt_logprobs is None else prompt_logprobs)
 
-    def _push_again(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None:
+    def _push_again(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
         """Take the first tokens after a loss; the bus knows only the gaps within an attempt."""
         self.metrics.observe("bireme_inter_token_latency_seconds", time.monotonic() - self._lost_at)
         self.push = self._stream.push

@@ -17,7 +17,7 @@ import numpy as np
 
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import BiremeError, RequestCancelledError, RequestError
-from bireme.messages import Encode, Finish, Release, Submit, TokenLogprobs, Usage
+from bireme.messages import Encode, Finish, Logprobs, Release, Submit, Usage
 from bireme.request import read_tensors
 from bireme.specs import PREFILL, ModelSpec
 from bireme.stages.encoding import answer_json, run_command
@@ -120,15 +120,10 @@ class _FirstToken:
     def __init__(self, engine_run: EngineRun) -> None:
         self._engine_run = engine_run
         self.tokens: list[int] = []
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: Logprobs = None
         self.ending: Finish | None = None
 
-    def push(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None:
+    def push(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
         self.tokens.extend(tokens)
         if prompt_logprobs is not None:
             self.prompt_logprobs = [*(self.prompt_logprobs or ()), *prompt_logprobs]

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from bireme.coalescing import MAX_GROWTH
-from bireme.messages import Finish, SamplingParams, TokenLogprobs, Usage
+from bireme.messages import Finish, Logprobs, SamplingParams, TokenLogprobs, Usage
 from bireme.text.detokenizer import Detokenizer
 from bireme.text.stop import StopFinder
 from bireme.types import Array, Response, Tensors
@@ -56,7 +56,7 @@ class TokenDelta:
         self,
         tokens: list[int],
         text: str = "",
-        logprobs: list[TokenLogprobs] | None = None,
+        logprobs: Logprobs = None,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
         index: int | None = None,
         finish_reason: str = "",
@@ -230,12 +230,7 @@ class TextStream:
             self._finder.skip(text)
             self._finder.push(rest)
 
-    def push(
-        self,
-        tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None:
+    def push(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
         if self._finder is not None:
             self._push_until_stop(tokens, logprobs, prompt_logprobs, self._finder)
             return
@@ -275,8 +270,8 @@ class TextStream:
     def _push_until_stop(
         self,
         tokens: Sequence[int],
-        logprobs: list[TokenLogprobs] | None,
-        prompt_logprobs: list[TokenLogprobs] | None,
+        logprobs: Logprobs,
+        prompt_logprobs: Logprobs,
         finder: StopFinder,
     ) -> None:
         if finder.is_stopped:

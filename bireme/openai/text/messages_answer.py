@@ -18,7 +18,7 @@ import msgspec
 from bireme.messages import Usage
 from bireme.openai.http.event_stream import SUFFIX, EventStream
 from bireme.openai.text.messages_request import MessagesRequest
-from bireme.pipelines.chat_answer import Logprobs, encode_json
+from bireme.pipelines.chat_answer import ShownLogprobs, encode_json
 from bireme.pipelines.chat_usage import timing_json
 from bireme.text.output import TokenDelta
 from bireme.text.parsers.json_stream import JsonStream
@@ -108,7 +108,7 @@ class WholeMessage:
         self._num_reasoning = 0
         self.usage = Usage()
 
-    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def text(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         if not self._blocks or self._blocks[-1].kind != "text":
             self._blank += text
             if not text.strip():
@@ -119,19 +119,19 @@ class WholeMessage:
     def delta(self, index: int, delta: TokenDelta) -> None:
         self._deltas.append(delta)
 
-    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def reasoning(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         block = self._block("thinking")
         if self._request.shows_thinking:
             block.texts.append(text)
 
-    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
+    def call(self, index: int, number: int, name: str, logprobs: ShownLogprobs) -> None:
         self._begin(_WholeBlock("tool_use", name))
 
-    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None:
+    def arguments(self, index: int, number: int, text: str, logprobs: ShownLogprobs) -> None:
         self._blocks[-1].texts.append(text)
 
     def finish(
-        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+        self, index: int, reason: str, logprobs: ShownLogprobs, usage: Usage, num_reasoning: int, stop_string: str
     ) -> None:
         if text := "".join(delta.text for delta in self._deltas):
             self._block("text").texts.append(text)
@@ -256,7 +256,7 @@ class StreamedMessage:
         self._has_begun = False
         self.usage: Usage | None = None  # once it has finished
 
-    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def text(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         if not self._has_begun:
             self._begin()
         self._stream.text(index, text)
@@ -266,19 +266,19 @@ class StreamedMessage:
             self._begin()
         self._stream.delta(index, delta)
 
-    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def reasoning(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         self._begin()
         self._stream.chunk(self._template.thinking(text))
 
-    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
+    def call(self, index: int, number: int, name: str, logprobs: ShownLogprobs) -> None:
         self._begin()
         self._stream.chunk(self._template.call(name))
 
-    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None:
+    def arguments(self, index: int, number: int, text: str, logprobs: ShownLogprobs) -> None:
         self._stream.chunk(self._template.arguments(text))
 
     def finish(
-        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+        self, index: int, reason: str, logprobs: ShownLogprobs, usage: Usage, num_reasoning: int, stop_string: str
     ) -> None:
         self._begin()
         self._stream.collect()  # text that waits may open the block that ends now

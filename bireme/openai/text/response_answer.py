@@ -21,7 +21,7 @@ from bireme.messages import Usage
 from bireme.openai.http.error_replies import RateLimitError, reply_of
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.text.response_items import Item, Status, item_id, sealed
-from bireme.pipelines.chat_answer import Logprobs, ResponseMeta, call_id, encode_json
+from bireme.pipelines.chat_answer import ResponseMeta, ShownLogprobs, call_id, encode_json
 from bireme.pipelines.chat_usage import timing_json
 from bireme.text.output import TokenDelta
 
@@ -136,8 +136,8 @@ class ResponseAnswer:
         self._calls: dict[int, int] = {}  # number of a call -> its item's index
         self._texts: list[str] = []  # of the open item
         self._deltas: list[TokenDelta] = []  # of the open message; their text is made at its end
-        self._logprobs: Logprobs | None = None
-        self._blank: tuple[str, Logprobs] = ("", [])  # before any text: layout, unless text follows
+        self._logprobs: ShownLogprobs = None
+        self._blank: tuple[str, list[dict[str, Any]]] = ("", [])  # before any text: layout, unless text follows
         self.has_begun = False  # to tell its stream of itself
         self._status, self._json = "", b""
         self._num_reasoning = 0
@@ -175,7 +175,7 @@ class ResponseAnswer:
         rest = b'"response":%b}' % self.failed(error)
         return self._events.framed("response.failed", rest)
 
-    def text(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def text(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         if self._close is None or self.items[-1]["type"] != "message":
             blank, entries = self._blank
             text, logprobs = blank + text, None if logprobs is None else entries + logprobs
@@ -198,7 +198,7 @@ class ResponseAnswer:
         if self._stream is not None:
             self._stream.delta(0, delta)
 
-    def reasoning(self, index: int, text: str, logprobs: Logprobs | None) -> None:
+    def reasoning(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
         if self._close is None or self.items[-1]["type"] != "reasoning":
             self._open_reasoning()
         self._texts.append(text)
@@ -207,20 +207,20 @@ class ResponseAnswer:
         else:
             self._tell("reasoning_text.delta", content_index=0, delta=text)
 
-    def call(self, index: int, number: int, name: str, logprobs: Logprobs | None) -> None:
+    def call(self, index: int, number: int, name: str, logprobs: ShownLogprobs) -> None:
         call = {"type": "function_call", "call_id": call_id(), "name": name, "arguments": ""}
         if name in self._spaced:
             call["namespace"], call["name"] = self._spaced[name]
         self._open(call, self._close_call)
         self._calls[number] = len(self.items) - 1
 
-    def arguments(self, index: int, number: int, text: str, logprobs: Logprobs | None) -> None:
+    def arguments(self, index: int, number: int, text: str, logprobs: ShownLogprobs) -> None:
         assert self._calls[number] == len(self.items) - 1, "a call's arguments come before what follows it"
         self._texts.append(text)
         self._tell("function_call_arguments.delta", delta=text)
 
     def finish(
-        self, index: int, reason: str, logprobs: Logprobs | None, usage: Usage, num_reasoning: int, stop_string: str
+        self, index: int, reason: str, logprobs: ShownLogprobs, usage: Usage, num_reasoning: int, stop_string: str
     ) -> None:
         self.usage, self._num_reasoning = usage, num_reasoning
         self._status = "incomplete" if reason == "length" else "completed"
@@ -313,7 +313,7 @@ class ResponseAnswer:
             self._stream.chunk(event)
 
 
-def _text_part(text: str, logprobs: Logprobs | None) -> dict[str, Any]:
+def _text_part(text: str, logprobs: ShownLogprobs) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
