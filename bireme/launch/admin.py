@@ -28,17 +28,18 @@ class AdminClient:
 
     def is_ready(self, timeout_s: float = 1.0) -> bool:
         """Whether the server and the models of its start are ready."""
-        return self._answers("/v2/health/ready", timeout_s)
-
-    def is_live(self, timeout_s: float = 1.0) -> bool:
-        return self._answers("/v2/health/live", timeout_s)
+        try:
+            self._call(urllib.request.Request(self._http + "/v2/health/ready"), timeout_s)
+        except BiremeError:
+            return False
+        return True
 
     def load(self, model: str, timeout_s: float = 900.0) -> None:
         """Return when the model is ready. Raises BiremeError with the model's reason."""
         self._post(f"/v2/repository/models/{model}/load", timeout_s)
 
     def unload(self, model: str, timeout_s: float = 60.0) -> None:
-        """Return at once; the model goes on until its requests have ended."""
+        """The model goes on until its requests have ended."""
         self._post(f"/v2/repository/models/{model}/unload", timeout_s)
 
     def index(self, timeout_s: float = 10.0) -> dict[str, tuple[str, str]]:
@@ -51,13 +52,6 @@ class AdminClient:
 
     def get_json(self, path: str, timeout_s: float = 5.0) -> Any:
         return json.loads(self._call(urllib.request.Request(self._http + path), timeout_s))
-
-    def _answers(self, path: str, timeout_s: float) -> bool:
-        try:
-            self._call(urllib.request.Request(self._http + path), timeout_s)
-        except BiremeError:
-            return False
-        return True
 
     def _post(self, path: str, timeout_s: float) -> bytes:
         return self._call(urllib.request.Request(self._http + path, b"{}", self._headers), timeout_s)

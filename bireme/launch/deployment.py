@@ -33,7 +33,7 @@ from bireme.launch.canaries import CanarySettings
 from bireme.launch.console import Console
 from bireme.launch.drain import drain
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
-from bireme.launch.guarded_thread import GuardedThread, GuardedThreads
+from bireme.launch.guarded_thread import GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
 from bireme.launch.installation import Installation
@@ -110,9 +110,8 @@ class Deployment:
         self._watchdog: StubWatchdog | None = None
         self._monitor: HealthMonitor | None = None
         self._frontend: FrontendProcess | None = None
-        self._memory: MemoryProcess | None = None
         self._health: HealthServer | None = None
-        self._folder_keeper: GuardedThread | None = None
+        self._begun = contextlib.ExitStack()  # ends what `start` has begun beside server and frontend
         self._folder_problem = ""
         self._touch_at = time.monotonic() + _TOUCH_S
 
@@ -150,10 +149,12 @@ class Deployment:
         self.run_folder.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
         self._health = HealthServer(settings.health_host, settings.health_port, self._live, self._ready)
+        self._begun.callback(self._health.stop)
         self._health.start()
-        self._folder_keeper = self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S)
+        self._begun.callback(self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S).stop)
         if settings.recipe.discovery.is_shared:
             self._view = discover(settings.recipe, self._address, self.run_folder.path)
+            self._begun.callback(self._view.stop)
             self._view.watch(lambda records: None)
         if settings.frontend is not None:
             environment = dict(settings.frontend.environment) | {"BIREME_KEY": self._key}
@@ -161,8 +162,9 @@ class Deployment:
             self._frontend = FrontendProcess(frontend, self._console, self.threads)
             self._frontend.spawn()  # it takes as long as the models' load: side by side
         if settings.recipe.memory_service.enabled:
-            self._memory = MemoryProcess(self.run_folder.path, self._key, self._console, self.threads)
-            self._memory.start()
+            memory = MemoryProcess(self.run_folder.path, self._key, self._console, self.threads)
+            self._begun.callback(memory.stop)
+            memory.start()
         try:
             self._start_server()
         except ServerDiedError:
@@ -218,17 +220,7 @@ class Deployment:
                 "stopped", "info" if code == 0 else "warning", code=code, seconds=time.monotonic() - began
             )
             self._server = None
-        if self._memory is not None:
-            self._memory.stop()
-            self._memory = None
-        if self._health is not None:
-            self._health.stop()
-            self._health = None
-        if self._folder_keeper is not None:
-            self._folder_keeper.stop()
-        if self._view is not None:
-            self._view.stop()
-            self._view = None
+        self._begun.close()
         self.run_folder.remove()
 
     @property
