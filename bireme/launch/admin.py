@@ -39,7 +39,7 @@ class AdminClient:
         self._post(f"/v2/repository/models/{model}/load", timeout_s)
 
     def unload(self, model: str, timeout_s: float = 60.0) -> None:
-        """The model goes on until its requests have ended."""
+        """It goes on until its requests have ended."""
         self._post(f"/v2/repository/models/{model}/unload", timeout_s)
 
     def index(self, timeout_s: float = 10.0) -> dict[str, tuple[str, str]]:

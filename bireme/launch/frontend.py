@@ -92,7 +92,7 @@ class FrontendProcess:
 
     @property
     def problem(self) -> str:
-        """Why its port is not fully served; empty: it is."""
+        """Why its port is not fully served."""
         members = self._watch.problems()
         hanging = [problem for problem in members.values() if "has ended" not in problem]
         if hanging:  # its share of the connections hangs
@@ -162,7 +162,7 @@ class FrontendProcess:
         self.stop()
 
     def _keep(self) -> None:
-        """One turn: start it again after a pause; check whether it hangs."""
+        """One turn: start it again, or see whether it hangs."""
         assert self._process is not None
         now = time.monotonic()
         if (code := self._process.exit_code) is None:

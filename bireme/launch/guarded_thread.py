@@ -4,7 +4,7 @@
     ...
     poll.stop()
 
-An error is logged once a kind, then at each tenfold count, and when it is over.
+An error is logged once a kind, at each tenfold count, and when it is over.
 """
 
 from __future__ import annotations

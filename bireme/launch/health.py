@@ -105,7 +105,7 @@ class HealthMonitor:
             self._running.append(self._threads.start("canary", self._canaries.turn))
 
     def stop(self) -> None:
-        """Does not wait for a running canary."""
+        """A canary may go on."""
         self._is_stopping = self._canaries.is_stopping = True
         for thread in self._running:
             thread.stop(timeout_s=0)
@@ -134,9 +134,9 @@ class HealthMonitor:
         models = {name: self._model_problem(name, wrong) for name in self._models}
         doors = {door.name: door.problem for door in self._doors}
         paths = self._canaries.problems()
-        members = self._frontend.problems() if self._frontend else {}
+        members: dict[str, str] = {}
         if self._frontend:
-            doors[OPENAI] = self._frontend.problem
+            members, doors[OPENAI] = self._frontend.problems(), self._frontend.problem
         others = [problem for name, problem in models.items() if name not in problems]
         is_broken = any((wrong.get(_SERVER), *doors.values(), *paths.values(), *others))
         return {

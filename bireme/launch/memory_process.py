@@ -20,7 +20,7 @@ _STEADY_S = 60.0  # after so long a life the pause is short again
 
 
 class MemoryProcess:
-    """Runs until `stop`. Engines serve without it, too."""
+    """Engines serve without it, too."""
 
     def __init__(self, run_dir: Path, key: str, console: Console, threads: GuardedThreads) -> None:
         self._run_dir, self._key = run_dir, key

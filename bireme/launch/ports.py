@@ -33,7 +33,7 @@ class Hosts:
 
     @property
     def opened(self) -> dict[str, str]:
-        """Return port -> host of those that other hosts can reach."""
+        """Return port -> host of those open to other hosts."""
         named = {"http": self.http, "grpc": self.grpc}
         return {name: host for name, host in named.items() if not is_loopback(host)}
 

@@ -92,7 +92,6 @@ def check_platform(platform: str = sys.platform) -> list[str]:
 
 
 def check_installation(installation: Installation) -> list[str]:
-    """The wheel's tritonserver needs libraries."""
     if not installation.is_wheel:
         return []
     problems = check_numpy(_version_of("numpy"))
@@ -122,7 +121,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def check_engines(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Packages are looked up where the engines will, and not imported."""
+    """Looked up where the engines will, not imported."""
     problems: dict[str, None] = {}  # two workers of one engine miss the same
     for stage, entry in sorted(recipe.workers.items()):
         needs = [(f"engine {entry.engine}", entry.kind.modules, entry.kind.remedy)]

@@ -51,7 +51,7 @@ def _compile(model: Path) -> None:
 
 
 def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (models, pipelines) of a recipe; pipelines load last."""
+    """Return (models, pipelines); pipelines load last."""
     models = [
         name
         for stage in _names(checkout / REPOSITORIES[0])
@@ -68,7 +68,7 @@ def used_models(recipe: Recipe, checkout: Path = CHECKOUT) -> tuple[tuple[str, .
 
 
 def python_models(folder: Path, models: Iterable[str]) -> tuple[str, ...]:
-    """Return those that run in a stub."""
+    """Those that run in a stub."""
     return tuple(model for model in models if (folder / model / "1" / "model.py").is_file())
 
 

@@ -133,7 +133,7 @@ def default_base() -> Path:
 
 
 def sweep_stale(base: Path) -> list[Path]:
-    """Remove dead launches' folders and shared memory; return the folders."""
+    """Remove what dead launches left; return their folders."""
     swept = []
     for folder in launches(base):
         lock = _take_lock(folder)
@@ -169,7 +169,7 @@ def _content(path: Path) -> str | bytes:
 
 
 def launches(base: Path) -> list[Path]:
-    """Return a user's run folders, also of killed launches."""
+    """Also those of killed launches."""
     return [folder for folder in sorted(base.glob("*-*")) if (folder / _LOCK).is_file()]
 
 

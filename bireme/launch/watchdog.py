@@ -80,7 +80,7 @@ class StubWatchdog:
         self._thread = self._threads.start("stub-watchdog", self._look, _INTERVAL_S)
 
     def stop(self) -> None:
-        """Does not wait for a running load."""
+        """A load may go on."""
         self._is_stopping = True
         if self._thread is not None:
             self._thread.stop()
@@ -156,7 +156,7 @@ class StubWatchdog:
         return "stub_worn" if any(map(self._is_worn, state.pids.values())) else ""
 
     def _is_worn(self, pid: int) -> bool:
-        """Whether a stub has lost too many threads (triton/bls.py)."""
+        """It has lost too many threads (triton/bls.py)."""
         with contextlib.suppress(OSError):  # this process has no descriptor left
             if (reader := PulseReader.open(self._server.run_folder.shm_prefix, pid)) is not None:
                 with contextlib.closing(reader):
