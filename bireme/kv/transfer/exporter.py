@@ -32,9 +32,10 @@ from bireme.kv.transfer import wire
 from bireme.kv.transfer.backend import Backend, RowOutlet
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.buffer import TransferBuffer
-from bireme.kv.transfer.chunks import TransferPlan, plan_chunks
+from bireme.kv.transfer.chunks import Chunk, TransferPlan, plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.lease import LeaseState, LeaseTable, TableLease
+from bireme.kv.transfer.memory import TokenRows
 from bireme.kv.transfer.process import FarProcess, Process
 from bireme.messages import MALFORMED
 from bireme.metrics import Registry
@@ -44,9 +45,17 @@ logger = logging.getLogger("bireme.kv.transfer")
 
 
 class LeaseStage(enum.Enum):
+    """Changed by the control thread alone.
+
+    WAITING <-> COPYING -> COPIED -> ENDED
+        WAITING -> ENDED        COPYING -> ENDING -> ENDED
+    """
+
     WAITING = "waiting"  # for room in the buffer
     COPYING = "copying"
     COPIED = "copied"
+    ENDING = "ending"  # the copy stops at the next chunk
+    ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
@@ -64,13 +73,16 @@ class Outgoing:
     outlet: RowOutlet | None = None
     source: wire.RowSource | None = None  # the importer copies the rows: they are pinned to the end
     is_read: bool = False  # the importer has said that it reads no more
-    is_over: bool = False  # the copy stops at the next chunk
     refusal: BiremeError | None = None  # for the importer, once the copy has stopped
     num_ended_before: int = 0  # transfers that had ended when this one was admitted
 
     @property
     def number(self) -> int:
         return self.claim.number
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage in (LeaseStage.ENDING, LeaseStage.ENDED)
 
     @property
     def is_out(self) -> bool:
@@ -300,16 +312,7 @@ class Exporter:
             self._post(partial(self._offer, transfer))
             chunks = transfer.plan.chunks if transfer.source is None else ()
             for count, chunk in enumerate(chunks, start=1):
-                if lease.state is not LeaseState.CLAIMED:
-                    raise _aborted()  # a chunk that is not whole must never count as there
-                aborted_at = 0.0
-                with contextlib.closing(outlet.store(rows, chunk)) as parts:
-                    for _ in parts:
-                        if lease.state is not LeaseState.CLAIMED:
-                            aborted_at = aborted_at or time.monotonic()
-                            if time.monotonic() - aborted_at > ABORT_GRACE_S:
-                                raise _aborted()
-                        yield
+                yield from _store(lease, outlet, rows, chunk)
                 if count < len(chunks):  # the last is told when nothing is left to do here
                     self._post(partial(self._tell, transfer, count))
                     yield
@@ -323,8 +326,9 @@ class Exporter:
             self._reply(transfer.identity, wire.encode(wire.Progress(transfer.number, num_chunks)))
 
     def _on_copied(self, transfer: Outgoing, error: BiremeError | None) -> None:
+        is_over = transfer.is_over
         transfer.stage = LeaseStage.COPIED  # in any case: the copier has finished with it
-        if transfer.is_over:
+        if is_over:
             self._end(transfer)
         elif error is None:
             if not transfer.lease.is_canary:
@@ -363,13 +367,14 @@ class Exporter:
 
     def _end(self, transfer: Outgoing, refusal: BiremeError | None = None) -> None:
         """Free room and outlet and refuse the claim, now or when the copier reaches the next chunk."""
-        transfer.is_over = True
         transfer.refusal = transfer.refusal or refusal
-        if transfer.stage is LeaseStage.COPYING:
+        if transfer.stage in (LeaseStage.COPYING, LeaseStage.ENDING):
+            transfer.stage = LeaseStage.ENDING
             return
+        was, transfer.stage = transfer.stage, LeaseStage.ENDED
         self._num_ended += 1
         del self._outgoing[transfer.lease.lease_id]
-        if transfer.stage is LeaseStage.WAITING:
+        if was is LeaseStage.WAITING:
             self._buffer.withdraw(transfer)
         else:
             self._buffer.free(transfer.plan.num_bytes)
@@ -381,6 +386,20 @@ class Exporter:
             has_loose_writes = transfer.outlet is not None and transfer.outlet.has_loose_writes
             self._refuse(transfer.identity, transfer.number, transfer.refusal, has_loose_writes)
         self._admit()
+
+
+def _store(lease: TableLease, outlet: RowOutlet, rows: TokenRows, chunk: Chunk) -> Iterator[None]:
+    """Send a chunk; one that is on its way when the lease ends has ABORT_GRACE_S to end. Raises NotFoundError."""
+    if lease.state is not LeaseState.CLAIMED:
+        raise _aborted()  # a chunk that is not whole must never count as there
+    aborted_at = 0.0
+    with contextlib.closing(outlet.store(rows, chunk)) as parts:
+        for _ in parts:
+            if lease.state is not LeaseState.CLAIMED:
+                aborted_at = aborted_at or time.monotonic()
+                if time.monotonic() - aborted_at > ABORT_GRACE_S:
+                    raise _aborted()
+            yield
 
 
 def _aborted() -> NotFoundError:
