@@ -141,8 +141,7 @@ class MappedBackend:
     def _check(self, shared: SharedMemory) -> None:
         """Refuse what would be read outside of the exporter's allocations: that would end this process, or its CUDA."""
         assert self.memory is not None
-        ours = [[region.row_bytes for region in group] for group in self.memory.regions]
-        theirs = [[region.row_bytes for region in group] for group in shared.regions]
+        ours, theirs = _row_bytes(self.memory), _row_bytes(shared)
         if ours != theirs:
             raise RequestError(
                 f"KV layout: tensors have rows of {theirs} bytes on prefill and {ours} on decode; serve the same model"
@@ -151,11 +150,14 @@ class MappedBackend:
         if not len(shared.handles) == len(shared.addresses) == len(shared.sizes):
             raise BiremeError("KV transfer: the offer's memory can't be read")
         for region in (region for group in shared.regions for region in group):
-            is_known = 0 <= region.allocation < len(shared.sizes) and region.offset >= 0 and region.num_rows >= 0
-            if not is_known or region.offset + region.row_bytes * region.num_rows > shared.sizes[region.allocation]:
+            if not region.lies_within(shared.sizes):
                 raise BiremeError(
                     "KV transfer: the offer names a tensor that does not lie in the memory that it shares"
                 )
+
+
+def _row_bytes(memory: RowMemory | SharedMemory) -> list[list[int]]:
+    return [[region.row_bytes for region in group] for group in memory.regions]
 
 
 class MappedOutlet:

@@ -9,6 +9,8 @@ append fields, so that a claim of another version can still be refused by its nu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from bireme.kv.transfer.base import KvLayout
@@ -33,6 +35,12 @@ class SharedRegion(msgspec.Struct, array_like=True, frozen=True):
     offset: int  # bytes from there
     row_bytes: int
     num_rows: int
+
+    def lies_within(self, sizes: Sequence[int]) -> bool:
+        """Whether it is in one of the allocations of these sizes."""
+        if not 0 <= self.allocation < len(sizes) or self.offset < 0 or self.num_rows < 0:
+            return False
+        return self.offset + self.row_bytes * self.num_rows <= sizes[self.allocation]
 
 
 class SharedMemory(msgspec.Struct, array_like=True, frozen=True):
