@@ -10,11 +10,12 @@ The exporter has said so, or the backend has cut off all writers, which waits un
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import zmq
 
 from bireme.disagg import DisaggregatedParams
-from bireme.discovery.records import host_id
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -60,11 +61,39 @@ class Peer:
     file_prefix: str  # of the files that it may offer
     used_at: float = field(default_factory=time.monotonic)  # when a fetch last needed it
 
+    def is_dead(self, now: float, is_busy: bool) -> bool:
+        """Whether it has died, or, on another host, is silent, which is nothing for a while if no fetch needs it."""
+        may_be_silent = isinstance(self.process, FarProcess) and not is_busy and now - self.used_at <= _IDLE_S
+        return not may_be_silent and not self.process.is_alive()
+
+    def ping(self) -> None:
+        """Ask whether it is there; of a process of this host that is known."""
+        if isinstance(self.process, FarProcess):
+            self.send(wire.PeerPing())
+
     def send(self, message: wire.Claim | wire.Ack | wire.Cancel | wire.PeerPing) -> None:
         """Never blocks. A message that can't be queued is lost: the timers of both sides cover that."""
         if not self.socket.closed:
             with contextlib.suppress(zmq.Again):
                 self.socket.send(wire.encode(message), zmq.NOBLOCK)
+
+
+class FetchState(enum.Enum):
+    """Changed by the control thread alone.
+
+    WAITING -> CLAIMED -> OFFERED <-> LOADING -> CONFIRMING -> ENDED
+        LOADING -> ENDED: its rows are not mapped        LOADING -> GONE -> ENDED
+        any state -> ENDED, or where the exporter writes to memory of this process -> DOUBTED -> ENDED
+    """
+
+    WAITING = "waiting"  # for room; it is not claimed yet
+    CLAIMED = "claimed"
+    OFFERED = "offered"  # it waits for chunks
+    LOADING = "loading"  # the copier has it
+    GONE = "gone"  # what was offered was not there: its exporter's refusal should be on the way
+    CONFIRMING = "confirming"  # its rows are written, and count when the exporter has kept them so long
+    DOUBTED = "doubted"  # it ended here, but its exporter may have gone on with it
+    ENDED = "ended"
 
 
 class RowFetch:
@@ -85,15 +114,13 @@ class RowFetch:
         self.began_at = time.monotonic()
         self.peer: Peer | None = None
         self.plan: TransferPlan | None = None
-        self.inlet: Inlet | None = None  # None: it waits for room and is not claimed yet
+        self.state = FetchState.WAITING
+        self.since = self.began_at  # when it got into its state
+        self.inlet: Inlet | None = None  # None: not claimed
         self.offer: wire.Offer | None = None
+        self.refusal: wire.Refuse | None = None
         self.num_ready = self.num_loaded = 0  # chunks that are there; those whose rows are written
-        self.is_loading = False  # the copier has it
-        self.is_confirming = False  # its rows are written, and count when the exporter has kept them so long
-        self.gone_at = 0.0  # when what was offered was not there; its exporter's refusal should be on the way
         self.stopped: BiremeError | None = None  # ends the fetch before its next chunk
-        self.has_loose_writes = False  # of an exporter that has given up
-        self.doubted_at = 0.0  # when it ended here, if its exporter may have gone on with it
         self._done: Done | None = done
         self._wake = wake
 
@@ -104,12 +131,22 @@ class RowFetch:
     @property
     def is_safe(self) -> bool:
         """Whether the exporter can do nothing to it any more."""
-        return self.has_all and not self.is_mapped
+        return self.has_all and not self.is_mapped and self.state is not FetchState.GONE
 
     @property
     def is_mapped(self) -> bool:
         """Whether its rows are copied out of the exporter's own memory."""
         return self.offer is not None and self.offer.source is not None
+
+    @property
+    def next_state(self) -> FetchState:
+        """The state that follows when the copier has taken what is there."""
+        if self.plan is None or self.num_loaded < len(self.plan.chunks):
+            return FetchState.OFFERED
+        return FetchState.CONFIRMING if self.is_mapped else FetchState.ENDED
+
+    def move(self, state: FetchState) -> None:
+        self.state, self.since = state, time.monotonic()
 
     def cancel(self) -> None:
         """Give up, also before the claim was sent; the exporter is told and frees its blocks at once."""
@@ -180,9 +217,8 @@ class Importer:
         self._claim_waiting()
 
     def on_cancelled(self, fetch: RowFetch) -> None:
-        if fetch.number in self._fetches and not fetch.is_loading:
-            assert fetch.stopped is not None
-            self._fail(fetch, fetch.stopped)
+        if fetch.number in self._fetches and fetch.stopped is not None:
+            self._stop(fetch, fetch.stopped)
 
     def on_message(self, socket: Any, payload: bytes) -> None:
         try:
@@ -199,52 +235,57 @@ class Importer:
         fetch = self._fetches.get(message.number)
         if fetch is None or fetch.peer is not peer:
             self._on_late_message(peer, message)
-        elif isinstance(message, wire.Refuse):
-            self._on_refused(fetch, message)
-        elif isinstance(message, wire.Offer):
-            self._on_offer(fetch, message)
-        elif isinstance(message, wire.Kept):
-            if fetch.is_confirming:
+        else:
+            self._on_answer(fetch, message)
+
+    def _on_answer(self, fetch: RowFetch, message: wire.Offer | wire.Progress | wire.Kept | wire.Refuse) -> None:
+        match message:
+            case wire.Offer():
+                self._on_offer(fetch, message)
+            case wire.Progress():
+                self._on_progress(fetch, message)
+            case wire.Kept() if fetch.state is FetchState.CONFIRMING:
                 self._copier.call(partial(fetch.finish, None))
                 self._complete(fetch)
-        else:
-            self._on_progress(fetch, message.num_chunks)
+            case wire.Refuse():
+                self._on_refused(fetch, message)
 
     def tick(self) -> None:
         """Fail the fetches whose exporter died or is silent; forget dead peers, and far ones that nobody needs."""
         now = time.monotonic()
-        busy = {fetch.peer for fetch in (*self._fetches.values(), *self._in_doubt.values())}
+        busy = self._busy_peers()
         for peer in busy:
-            if peer is not None:
-                peer.used_at = now
+            peer.used_at = now
         if now >= self._next_ping:
             self._next_ping = now + PING_S
             for peer in busy:
-                if peer is not None and isinstance(peer.process, FarProcess):
-                    peer.send(wire.PeerPing())
-        dead = [
-            peer
-            for peer in self._peers.values()
-            if not peer.process.is_alive()
-            and (peer in busy or isinstance(peer.process, Process) or now - peer.used_at > _IDLE_S)
-        ]
+                peer.ping()
+        dead = [peer for peer in self._peers.values() if peer.is_dead(now, peer in busy)]
         for fetch in list(self._fetches.values()):
-            if (fetch.is_safe and not fetch.gone_at) or fetch.stopped is not None:
-                continue
-            if fetch.peer in dead or (fetch.gone_at and now - fetch.gone_at > GONE_S):
-                self._stop(fetch, _exporter_lost(fetch))
-            elif now - fetch.began_at > self._timeout_s:
-                self._stop(fetch, _too_late(fetch, self._timeout_s))
+            if (error := self._lapse(fetch, fetch.peer in dead, now)) is not None:
+                self._stop(fetch, error)
         for peer in dead:
             self._disconnect(self._peers.pop(peer.endpoint).socket)
             self._copier.call(partial(self._backend.forget_peer, peer.endpoint))
         self._settle_doubts()
+
+    def _lapse(self, fetch: RowFetch, is_orphaned: bool, now: float) -> BiremeError | None:
+        """Return why the fetch can't go on by itself; None: it can, or ends already."""
+        if fetch.is_safe or fetch.stopped is not None:
+            return None
+        if is_orphaned or (fetch.state is FetchState.GONE and now - fetch.since > GONE_S):
+            return _exporter_lost(fetch)
+        return _too_late(fetch, self._timeout_s) if now - fetch.began_at > self._timeout_s else None
 
     def close(self) -> None:
         """Fail what is claimed; what is being written ends at its next chunk."""
         error = EngineLostError("the decode engine is stopping")
         for fetch in list(self._fetches.values()):
             self._stop(fetch, error)
+
+    def _busy_peers(self) -> set[Peer]:
+        fetches = (*self._fetches.values(), *self._in_doubt.values())
+        return {fetch.peer for fetch in fetches if fetch.peer is not None}
 
     def _claim_waiting(self) -> None:
         while self._waiting:
@@ -258,6 +299,7 @@ class Importer:
             if fetch.inlet is None:
                 return
             self._waiting.popleft()
+            fetch.move(FetchState.CLAIMED)
             fetch.peer.send(self._claim(fetch))
 
     def _claim(self, fetch: RowFetch) -> wire.Claim:
@@ -278,7 +320,8 @@ class Importer:
             maps_memory=fetch.inlet is not None and fetch.inlet.maps_memory and self._backend.can_map(fetch.rows),
         )
 
-    def _find_peer(self, params: DisaggregatedParams) -> Peer:
+    def _record(self, params: DisaggregatedParams) -> WorkerRecord:
+        """Return the record of the life that has the lease. Raises UnavailableError, NotFoundError."""
         try:
             record = self._find(params.worker)
         except NotFoundError as error:
@@ -294,6 +337,10 @@ class Importer:
             )
         if not record.transfer_endpoint:
             raise UnavailableError(f"worker {params.worker} does not export KV: set cache_transceiver_config.backend")
+        return record
+
+    def _find_peer(self, params: DisaggregatedParams) -> Peer:
+        record = self._record(params)
         is_near = not record.host or record.host == self._host
         if not is_near and not (self._backend.reaches_other_hosts and record.transfer_endpoint.startswith("tcp://")):
             raise UnavailableError(
@@ -309,14 +356,15 @@ class Importer:
             prefix = file_prefix(folder, record.worker)
             peer = Peer(record.transfer_endpoint, process, self._connect(record.transfer_endpoint), prefix)
             self._peers[peer.endpoint] = peer
-        elif not any(fetch.peer is peer for fetch in (*self._fetches.values(), *self._in_doubt.values())):
+        elif peer not in self._busy_peers():
             peer.process.heard()  # nobody has asked it since
         return peer
 
     def _on_offer(self, fetch: RowFetch, offer: wire.Offer) -> None:
-        if fetch.offer is not None or fetch.inlet is None:
+        if fetch.state is not FetchState.CLAIMED:
             return
         fetch.offer = offer
+        fetch.move(FetchState.OFFERED)
         fetch.plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens, offer.chunk_bytes)
         if fetch.plan.num_bytes != offer.num_bytes:
             text = f"KV transfer: {offer.num_bytes} bytes offered; {fetch.plan.num_bytes} were claimed"
@@ -324,21 +372,22 @@ class Importer:
         elif not fetch.plan.chunks:
             self._load(fetch)
 
-    def _on_progress(self, fetch: RowFetch, num_chunks: int) -> None:
+    def _on_progress(self, fetch: RowFetch, progress: wire.Progress) -> None:
         if fetch.offer is None or fetch.plan is None:
             return
-        fetch.num_ready = max(fetch.num_ready, min(num_chunks, len(fetch.plan.chunks)))
-        if not fetch.is_loading and not fetch.gone_at:
+        fetch.num_ready = max(fetch.num_ready, min(progress.num_chunks, len(fetch.plan.chunks)))
+        if fetch.state is FetchState.OFFERED:
             self._load(fetch)
 
     def _on_refused(self, fetch: RowFetch, refusal: wire.Refuse) -> None:
-        if not fetch.is_safe or fetch.gone_at:  # else it comes too late to matter
-            error = from_message(refusal.error)
-            fetch.peer = None  # nothing to tell it any more
-            fetch.has_loose_writes = refusal.has_loose_writes
-            self._stop(fetch, error)
-            if isinstance(error, UnavailableError) and not any(one.inlet for one in self._fetches.values()):
-                self._backend.forget_writers()  # it may have an address of ours that is none, or was read wrongly
+        fetch.refusal = refusal
+        if fetch.is_safe:  # it comes too late to matter, unless the copier finds what was offered gone
+            return
+        error = from_message(refusal.error)
+        fetch.peer = None  # nothing to tell it any more
+        self._stop(fetch, error)
+        if isinstance(error, UnavailableError) and not any(one.inlet for one in self._fetches.values()):
+            self._backend.forget_writers()  # it may have an address of ours that is none, or was read wrongly
 
     def _on_late_message(self, peer: Peer, message: wire.Offer | wire.Progress | wire.Kept | wire.Refuse) -> None:
         """A fetch that ended here: has the exporter finished with it too?"""
@@ -356,7 +405,7 @@ class Importer:
 
     def _stop(self, fetch: RowFetch, error: BiremeError) -> None:
         """End it now, or before the copier's next chunk."""
-        if fetch.is_loading:
+        if fetch.state is FetchState.LOADING:
             fetch.stopped = fetch.stopped or error
         else:
             self._fail(fetch, error)
@@ -373,18 +422,18 @@ class Importer:
             self._waiting.remove(fetch)
         if fetch.peer is not None:
             fetch.peer.send(fetch.cancellation())
-        if fetch.inlet is None:
-            return
-        if fetch.inlet.target is None or fetch.has_all or (fetch.peer is None and not fetch.has_loose_writes):
-            self._close_inlet(fetch)
-        else:
-            fetch.doubted_at = time.monotonic()
+        has_stopped_there = fetch.has_all or (fetch.refusal is not None and not fetch.refusal.has_loose_writes)
+        if fetch.inlet is not None and fetch.inlet.target is not None and not has_stopped_there:
+            fetch.move(FetchState.DOUBTED)
             self._in_doubt[fetch.number] = fetch
+            return
+        self._close_inlet(fetch)
 
     def _close_inlet(self, fetch: RowFetch) -> None:
-        assert fetch.inlet is not None
-        fetch.inlet.close()
-        self._claim_waiting()
+        fetch.move(FetchState.ENDED)
+        if fetch.inlet is not None:
+            fetch.inlet.close()
+            self._claim_waiting()
 
     def _settle_doubts(self) -> None:
         """Use the memory again to which peers that have given up, are gone, or never say that they have ended, may have
@@ -397,7 +446,7 @@ class Importer:
         orphans = [
             fetch
             for fetch in self._in_doubt.values()
-            if fetch.peer not in self._peers.values() or fetch.doubted_at < long_ago
+            if fetch.peer not in self._peers.values() or fetch.since < long_ago
         ]
         if not orphans or any(fetch.inlet is not None for fetch in self._fetches.values()):
             return
@@ -408,66 +457,66 @@ class Importer:
             self._close_inlet(fetch)
 
     def _load(self, fetch: RowFetch) -> None:
-        fetch.is_loading = True
+        fetch.move(FetchState.LOADING)
         self._copier.submit(self._load_ready(fetch))
 
     def _load_ready(self, fetch: RowFetch) -> Iterator[None]:
         """Runs on the copier: take the chunks that are there."""
         error: BiremeError | None = None
+        state = FetchState.ENDED
         try:
-            yield from self._load_chunks(fetch)
+            state = yield from self._load_chunks(fetch)
         except BiremeError as failure:
             error = failure
         except Exception as failure:
             logger.exception("transfer event=write_failed")
             error = BiremeError(f"KV rows could not be written: {type(failure).__name__}: {failure}")
-        assert fetch.plan is not None
-        has_ended = error is not None or fetch.num_loaded == len(fetch.plan.chunks)
-        self._post(partial(self._on_loaded, fetch, has_ended, error))
-        if has_ended and (error is not None or not fetch.is_mapped):
+        self._post(partial(self._on_loaded, fetch, state, error))
+        if state is FetchState.ENDED:
             fetch.finish(error)
 
-    def _load_chunks(self, fetch: RowFetch) -> Iterator[None]:
+    def _load_chunks(self, fetch: RowFetch) -> Generator[None, None, FetchState]:
+        """Return the state that follows."""
         assert fetch.inlet is not None and fetch.offer is not None and fetch.plan is not None
         if fetch.plan.chunks and not fetch.num_loaded:
             try:
                 fetch.inlet.attach(fetch.offer)
             except FileNotFoundError:
-                fetch.gone_at = time.monotonic()
-                return
+                return FetchState.GONE
         try:
-            while True:
-                if fetch.stopped is not None:
-                    raise fetch.stopped
-                if fetch.num_loaded >= fetch.num_ready:
-                    return
+            while fetch.stopped is None and fetch.num_loaded < fetch.num_ready:
                 fetch.inlet.load(fetch.rows, fetch.plan.chunks[fetch.num_loaded])
                 fetch.num_loaded += 1
                 yield
+            if fetch.stopped is not None:
+                raise fetch.stopped
         finally:
             fetch.inlet.wait()
+        return fetch.next_state
 
-    def _on_loaded(self, fetch: RowFetch, has_ended: bool, error: BiremeError | None) -> None:
+    def _on_loaded(self, fetch: RowFetch, state: FetchState, error: BiremeError | None) -> None:
         """The copier has taken what was there."""
-        fetch.is_loading = False
-        if not has_ended:
-            if fetch.stopped is not None:
-                self._fail(fetch, fetch.stopped)
-            elif fetch.num_loaded < fetch.num_ready and not fetch.gone_at:
-                self._load(fetch)
-            return
+        fetch.move(state)
         if error is not None:
             self._remove(fetch)
             self._count(error)
-            return
-        if fetch.is_mapped and fetch.stopped is not None:
+        elif fetch.stopped is not None and state is not FetchState.ENDED:
             self._fail(fetch, fetch.stopped)
-            return
+        elif state is FetchState.OFFERED:
+            if fetch.num_loaded < fetch.num_ready:
+                self._load(fetch)
+        elif state is FetchState.GONE:
+            if fetch.refusal is not None:
+                self._on_refused(fetch, fetch.refusal)
+        else:
+            self._acknowledge(fetch)
+
+    def _acknowledge(self, fetch: RowFetch) -> None:
+        """All rows are written; those that are mapped count when the exporter says that it kept them."""
         assert fetch.peer is not None
         lease_id, generation = fetch.params.lease_id, fetch.params.generation
         fetch.peer.send(wire.Ack(lease_id, generation, fetch.number if fetch.is_mapped else 0))
-        fetch.is_confirming = fetch.is_mapped
-        if not fetch.is_confirming:
+        if not fetch.is_mapped:
             self._complete(fetch)
 
     def _complete(self, fetch: RowFetch) -> None:

@@ -28,6 +28,7 @@ from bireme.errors import (
 )
 from bireme.kv.transfer import create_transfer
 from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.importer import FetchState
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import HostMemory, TokenRows
 from bireme.kv.transfer.shm import ShmBackend
@@ -367,13 +368,13 @@ def test_a_cancel_while_decode_writes_ends_after_the_write(prefill, decode, tmp_
 
 @on_both
 def test_chunks_that_come_while_rows_are_written_start_no_second_copy(prefill, decode, monkeypatch):
-    importer, was_loading = decode.transfer._importer, []
+    importer, states = decode.transfer._importer, []
     load, progress = importer._load, Mock(wraps=importer._on_progress)
-    monkeypatch.setattr(importer, "_load", lambda fetch: (was_loading.append(fetch.is_loading), load(fetch)))
+    monkeypatch.setattr(importer, "_load", lambda fetch: (states.append(fetch.state), load(fetch)))
     monkeypatch.setattr(importer, "_on_progress", progress)
     fetching = decode.fetch(prefill.export(200, read_delay_s=0.001), write_delay_s=0.02)
     assert fetching.result() is None and fetching.is_right
-    assert not any(was_loading) and progress.call_count > len(was_loading) > 0
+    assert set(states) == {FetchState.OFFERED} and progress.call_count > len(states)
 
 
 @needs_nixl
