@@ -5,19 +5,14 @@ Each row of each job gets new ones, which know only the row's history.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bireme.errors import BiremeError, ConfigError
-from bireme.logits.base import BaseLogitsProcessor, ProcessorContext
+from bireme.errors import ConfigError
+from bireme.logits.base import ProcessorContext, call
 from bireme.logits.registry import create
 from bireme.messages import ProcessorCall
-
-if TYPE_CHECKING:
-    import torch
 
 Ids = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
@@ -58,13 +53,5 @@ def apply(job: LogitsJob) -> Logits:
         context = ProcessorContext(job.request_id, job.vocab_size, job.num_prompt_tokens[at], job.eos_ids)
         token_ids = np.frombuffer(history, np.int32).tolist()
         for processor in create(job.processors, context):
-            _call(processor, token_ids, rows[at])
+            call(processor, token_ids, rows[at])
     return logits_RV
-
-
-def _call(processor: BaseLogitsProcessor, token_ids: list[int], row: torch.Tensor) -> None:
-    try:
-        processor(token_ids, row)
-    except Exception as error:  # user code may raise anything; only this request ends
-        name = type(processor).__name__
-        raise BiremeError(f"logits processor {name}: {type(error).__name__}: {error}") from error

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from bireme.errors import BiremeError
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,6 +33,15 @@ class ProcessorContext:
 
 class BaseLogitsProcessor(Protocol):
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None: ...
+
+
+def call(processor: BaseLogitsProcessor, token_ids: Sequence[int], logits: torch.Tensor) -> None:
+    """Raises BiremeError for what it raised."""
+    try:
+        processor(token_ids, logits)
+    except Exception as error:  # user code may raise anything; only this request ends
+        name = type(processor).__name__
+        raise BiremeError(f"logits processor {name}: {type(error).__name__}: {error}") from error
 
 
 # factory(context, **arguments): makes a processor; raises RequestError or ValueError for wrong arguments

@@ -50,7 +50,7 @@ def draw_row(logits_V: Logits, row: Row, key: Key) -> int:
     bounds_B[largest_B < threshold] = -np.inf
 
     def best_from(bound: float) -> tuple[float, int]:
-        """Return the best score and its id among those that may reach this one."""
+        """Return the best score and its id of those that may reach this one."""
         blocks = np.flatnonzero(bounds_B >= bound)
         cuts = (np.float32(bound - _MARGIN) - noise_B[blocks]) / scale + largest
         values = _rows_of(logits_V, blocks)

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, from the model's own logits."""
+"""Log probabilities of tokens."""
 
 from __future__ import annotations
 

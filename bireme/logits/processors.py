@@ -31,6 +31,12 @@ class Temperature:
         logits.div_(self._temperature)
 
 
+class _Penalty:
+    def __init__(self, context: ProcessorContext, /, penalty: float) -> None:
+        self._num_prompt = context.num_prompt_tokens
+        self._penalty = _number("penalty", penalty)
+
+
 class RepetitionPenalty:
     """Divides positive and multiplies negative logits of every token seen, in the prompt or since."""
 
@@ -44,23 +50,15 @@ class RepetitionPenalty:
         logits[seen] = (values / self._penalty).where(values > 0, values * self._penalty)
 
 
-class PresencePenalty:
+class PresencePenalty(_Penalty):
     """Subtracts once from every token generated."""
-
-    def __init__(self, context: ProcessorContext, /, penalty: float) -> None:
-        self._num_prompt = context.num_prompt_tokens
-        self._penalty = _number("penalty", penalty)
 
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
         logits[_index(sorted(set(token_ids[self._num_prompt :])), logits)] -= self._penalty
 
 
-class FrequencyPenalty:
+class FrequencyPenalty(_Penalty):
     """Subtracts from every token generated, for each time."""
-
-    def __init__(self, context: ProcessorContext, /, penalty: float) -> None:
-        self._num_prompt = context.num_prompt_tokens
-        self._penalty = _number("penalty", penalty)
 
     def __call__(self, token_ids: Sequence[int], logits: torch.Tensor) -> None:
         counts = Counter(token_ids[self._num_prompt :])

@@ -65,7 +65,7 @@ class TokenCounts:
 
 
 class Row:
-    """One sequence: its parameters in the sampler's form, and history where one is needed."""
+    """One sequence: its parameters in the sampler's form, and history where needed."""
 
     __slots__ = (
         *("_banned_always", "_banned_sequences", "_is_edited", "_min_tokens", "_stop_ids", "bias_ids", "bias_values"),

@@ -21,7 +21,7 @@ import numpy as np
 
 from bireme.errors import BiremeError, RequestError
 from bireme.logits import filters
-from bireme.logits.base import BaseLogitsProcessor, ProcessorContext
+from bireme.logits.base import BaseLogitsProcessor, ProcessorContext, call
 from bireme.logits.guided.guidance import Bitmask, Guidance, allocate
 from bireme.logits.guided.mask import apply
 from bireme.logits.logprobs import token_logprobs
@@ -175,11 +175,7 @@ class Sampler(Generic[Key]):
     def _run_processors(self, row: Row, logits_V: torch.Tensor) -> None:
         began = time.thread_time()
         for processor in row.processors:
-            try:
-                processor(row.history or [], logits_V)
-            except Exception as error:  # user code may raise anything; only this request ends
-                name = type(processor).__name__
-                raise BiremeError(f"logits processor {name}: {type(error).__name__}: {error}") from error
+            call(processor, row.history or [], logits_V)
             if (taken_s := time.thread_time() - began) > self._max_processor_s:
                 raise RequestError(
                     f"logits_processors: one token took {taken_s * 1e3:.0f} ms of work; limits.max_processor_ms is"

@@ -11,16 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from re import _constants as op  # type: ignore[attr-defined]
 from typing import Any
 
-from bireme.logits.guided.patterns import (
-    LAST,
-    Ranges,
-    character_class,
-    parsed,
-    ranges_of,
-    unsupported,
-    usable,
-    width_of,
-)
+from bireme.logits.guided.patterns import LAST, Ranges, character_class, parsed, ranges_of, usable, width_of
 
 _MAX_STATES = 400
 _MAX_PATTERN = 20_000  # characters of the result
@@ -43,8 +34,6 @@ def joint_pattern(patterns: Iterable[str], shortest: int = 0, longest: int | Non
 
 
 class _Node:
-    """An expression of texts; equal ones are the same object."""
-
     __slots__ = ("is_nullable", "kind", "parts")
 
     def __init__(self, kind: str, parts: tuple[Any, ...], is_nullable: bool) -> None:
@@ -165,7 +154,7 @@ class _Texts:
             return follow if is_begin else self.none
         if (code, value) == (op.AT, op.AT_END):
             return self.empty if follow.is_nullable else self.none
-        raise ValueError(f"{unsupported(code)} here")
+        raise ValueError(f"{str(code).lower().replace('_', ' ')} is not supported here")
 
     def _repeated(self, body: list[Any], low: int, high: float, follow: _Node, is_begin: bool | None) -> _Node:
         if _is_plain(body):

@@ -63,7 +63,6 @@ class CompileClient:
             self._process.kill()
 
     def close(self) -> None:
-        """The owner's `kill`: closes the pipes too."""
         self.kill()
         self._end()
 

@@ -89,7 +89,6 @@ class Compiler:
 
 
 def rewrite(schema: Any, is_loose: bool = False, has_tags: bool = False) -> dict[str, Any]:
-    """Return the schema as xgrammar enforces it. Raises ValueError."""
     try:
         made, left_out = rewritten(schema, is_loose, has_tags)
     except ValueError as error:

@@ -171,13 +171,8 @@ class GuideCompiler:
     def _compile(self, client: CompileClient, guide: Guide) -> tuple[Compiled, int]:
         view = _VIEWS.get(guide.kind, "plain")
         info, text = self._info(view)
-        request = {
-            "view": view,
-            "kind": guide.kind,
-            "text": guide.text,
-            "any_whitespace": self._config.any_whitespace,
-        }
         config = self._config
+        request = {"view": view, "kind": guide.kind, "text": guide.text, "any_whitespace": config.any_whitespace}
         data = client.compile(request, text, config.compile_timeout_s, config.max_compiled_bytes)
         from xgrammar import CompiledGrammar
 
@@ -206,14 +201,8 @@ class GuideCompiler:
             else:
                 self._keep(key, answer, num_bytes)
         outcome = answer.code if isinstance(answer, BiremeError) else "ok"
-        logger.info(
-            "guide_compiled kind=%s source_bytes=%d compiled_bytes=%d seconds=%.3f outcome=%s",
-            job.guide.kind,
-            len(job.guide.text),
-            num_bytes,
-            seconds,
-            outcome,
-        )
+        told = (job.guide.kind, len(job.guide.text), num_bytes, seconds, outcome)
+        logger.info("guide_compiled kind=%s source_bytes=%d compiled_bytes=%d seconds=%.3f outcome=%s", *told)
         _tell(job, answer)
 
 

@@ -103,7 +103,10 @@ class Objects:
         if (high is not None and max(len(required), low) > high) or (not keys and low > len(properties)):
             raise NothingError(f"no object has {low} to {len(properties) if high is None else high} of its properties")
         counts = _counts(flats, low, high, len(required), has_keys=bool(keys))
-        return _object_shape(properties, required, keys, counts, has_names=bool(names), has_tags=has_tags)
+        shape: Schema = {"type": "object"}
+        if properties:
+            shape |= {"properties": properties, "required": required}
+        return _closed(shape, keys, counts, is_free=has_tags or (not names and "" in keys))
 
     def _properties(self, names: Sequence[str], required: Sequence[str], flats: Sequence[Schema]) -> dict[str, Schema]:
         found: dict[str, Schema] = {}
@@ -203,21 +206,12 @@ def _check_overlap(holder: Schema, prefix: str, others: Iterable[str]) -> None:
             )  # fmt: skip
 
 
-def _object_shape(
-    properties: dict[str, Schema],
-    required: list[str],
-    keys: dict[str, Schema],
-    counts: Schema,
-    has_names: bool,
-    has_tags: bool,
-) -> Schema:
-    shape: Schema = {"type": "object"}
-    if properties:
-        shape |= {"properties": properties, "required": required}
-    if len(keys) == 1 and (has_tags or (not has_names and "" in keys)):
+def _closed(shape: Schema, keys: dict[str, Schema], counts: Schema, is_free: bool) -> Schema:
+    """`is_free`: a name of `keys` may be any."""
+    if is_free and len(keys) == 1:
         (rest,) = keys.values()
-        shape |= {"additionalProperties": rest, **counts}
+        shape = {**shape, "additionalProperties": rest, **counts}
         return {"type": "object"} if shape == {"type": "object", "additionalProperties": {}} else shape
     if keys:
         return {**shape, "patternProperties": keys, "additionalProperties": False, **counts}
-    return {**shape, "additionalProperties": False, **(counts if properties else {})}
+    return {**shape, "additionalProperties": False, **(counts if "properties" in shape else {})}

@@ -63,7 +63,7 @@ def types_of(schema: dict[str, Any]) -> set[str] | None:
 
 
 def _misshapen(keyword: str, value: Any) -> str:
-    """Return what there is of a wrong form; "" where all is right."""
+    """Return what there is of a wrong form, if any."""
     kinds: Any = _SHAPES[keyword]
     if not isinstance(value, kinds) or isinstance(value, bool):
         return f"a {type(value).__name__}"

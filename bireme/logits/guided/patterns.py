@@ -149,11 +149,8 @@ def _item(item: Any, is_left_edge: bool, is_right_edge: bool) -> str:
         return f"({_sequence(list(value[3]), is_left_edge, is_right_edge)})"
     if code is op.BRANCH:
         return f"({'|'.join(_sequence(list(way), is_left_edge, is_right_edge) for way in value[1])})"
-    raise ValueError("anchors and word borders within it are not supported" if code is op.AT else unsupported(code))
-
-
-def unsupported(code: Any) -> str:
-    return f"{str(code).lower().replace('_', ' ')} is not supported"
+    name = "anchors and word borders within it are" if code is op.AT else f"{str(code).lower().replace('_', ' ')} is"
+    raise ValueError(f"{name} not supported")
 
 
 def ranges_of(code: Any, value: Any) -> Ranges:
@@ -215,7 +212,6 @@ def _within(tree: Any, shortest: int, longest: int | None) -> list[Any]:
 
 
 def _limited(repeat: Any, others: list[tuple[int, int]], shortest: int, longest: int | None) -> Any:
-    """Return it with what `others`, the rest's widths, leave for it."""
     code, (low, high, body) = repeat
     low = max(int(low), shortest - sum(width for width, _ in others))
     if longest is not None:

@@ -156,7 +156,7 @@ def _is_exact(formats: Sequence[str], shortest: int, longest: int | None) -> boo
 
 
 def _matching(patterns: dict[str, Schema], formats: dict[str, Schema], shortest: int, longest: int | None) -> str:
-    """Return a pattern of the texts that all of these hold for, each with who says it."""
+    """Return a pattern of the texts that all of these hold for."""
     keyword, given = ("pattern", patterns) if patterns else ("format", formats)
     name, holder = list(given.items())[-1]
     wanted = [*patterns, *(FORMATS[one][2] for one in formats)]

@@ -116,15 +116,10 @@ class _Rewriter:
             return None
         self._kept.append(unique)
         key = (self._is_probing, *sorted(unique))
-        name = self._names.get(key, "")
-        if not name:
+        if (name := self._names.get(key)) is None:
             name = self._names[key] = f"p{len(self._names)}"
-            try:
-                self._made[name] = self._alternatives(list(unique.values()))
-            except BaseException:
-                del self._names[key]
-                raise
-        elif name not in self._made:  # it is being made: it holds itself
+            self._made[name] = self._alternatives(list(unique.values()))
+        if name not in self._made:  # it is being made: it holds itself
             return {"$ref": f"#/$defs/{name}"}
         made = self._made[name]
         if made is None or not made.keys() & {"properties", "patternProperties", "items", "prefixItems", "anyOf"}:
@@ -218,7 +213,6 @@ class _Rewriter:
                 yield [_Branch((without,)), *ways]
 
     def _evaluated(self, schema: Schema, branch: _Branch) -> _Branch:
-        """Close an object or array to what is said of it."""
         added: Schema = {}
         if "unevaluatedProperties" in schema and not any("additionalProperties" in flat for flat in branch.flats):
             added = _named(branch.flats, "properties") | {"additionalProperties": schema["unevaluatedProperties"]}
@@ -330,10 +324,9 @@ def _allows_all(schema: Any) -> bool:
 
 
 def _named(flats: Sequence[Schema], *keywords: str) -> Schema:
-    patterns = names_in(flats, "patternProperties")
     return {
         "properties": dict.fromkeys(names_in(flats, *keywords), True),
-        "patternProperties": dict.fromkeys(patterns, True),
+        "patternProperties": dict.fromkeys(names_in(flats, "patternProperties"), True),
     }
 
 

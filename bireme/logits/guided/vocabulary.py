@@ -38,7 +38,6 @@ class TokenTable:
     other_half_mask: npt.NDArray[np.int32] | None = None  # bits of those that could complete it; None: there are none
 
     def view(self, name: View, stop_ids: Iterable[int]) -> list[bytes]:
-        """Return the table with the hidden tokens empty."""
         hidden = set(stop_ids) if name == "marked" else {*self.special_ids, *stop_ids}
         hidden.update(_where(self.tokens, _SURROGATE.search))
         if name == "json":
