@@ -16,7 +16,7 @@ from bireme.errors import drop_frames
 
 _RETRY_S = 1.0
 _STOP_S = 1.0
-_TOLD_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 logger = logging.getLogger("bireme.discovery")
 
 
@@ -28,7 +28,7 @@ class Registration:
         self._records: dict[str, WorkerRecord] = {}
         self._lock = threading.Lock()
         self._wake, self._stopping = threading.Event(), threading.Event()
-        self._told = ("", 0.0)
+        self._logged = ("", 0.0)
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         self._thread.start()
 
@@ -41,7 +41,7 @@ class Registration:
     @property
     def problem(self) -> str:
         """Why the last write failed; empty: it did not."""
-        return self._told[0]
+        return self._logged[0]
 
     def stop(self) -> None:
         """Withdraw the records if the store answers in time; else their leases end."""
@@ -65,19 +65,19 @@ class Registration:
             self._store.hold(record)
         except StoreError as error:
             level = logging.ERROR if isinstance(error, NameTakenError) else logging.WARNING
-            self._tell(level, record.id, str(error))
+            self._log(level, record.id, str(error))
             drop_frames(error)
             return False
         except Exception:
             logger.exception("registration_failed worker=%s", record.id)
             return False
-        if self._told[0]:
+        if self._logged[0]:
             logger.info("worker_registered worker=%s", record.id)
-            self._told = ("", 0.0)
+            self._logged = ("", 0.0)
         return True
 
-    def _tell(self, level: int, worker: str, reason: str) -> None:
-        text, told_at = self._told
-        if reason != text or time.monotonic() - told_at > _TOLD_EVERY_S:
+    def _log(self, level: int, worker: str, reason: str) -> None:
+        text, logged_at = self._logged
+        if reason != text or time.monotonic() - logged_at > _LOG_EVERY_S:
             logger.log(level, "worker_not_registered worker=%s reason=%s", worker, reason)
-            self._told = (reason, time.monotonic())
+            self._logged = (reason, time.monotonic())

@@ -97,8 +97,8 @@ def _long_enough(key: bytes, where: str, remedy: str) -> bytes:
 
 def is_draining(folder: Path, worker: str = "") -> bool:
     """Return whether a worker, or with "" the launch, is to take no new requests."""
-    is_told = (folder / (f"{worker}.{DRAIN}" if worker else DRAIN)).exists()
-    return is_told or bool(worker and must_sleep(folder, worker))
+    is_asked = (folder / (f"{worker}.{DRAIN}" if worker else DRAIN)).exists()
+    return is_asked or bool(worker and must_sleep(folder, worker))
 
 
 def ask_drain(folder: Path, worker: str = "", *, undo: bool = False) -> None:

@@ -100,7 +100,7 @@ class Console:
     def triton_line(self, line: str) -> None:
         """Pass on a line of tritonserver or a model."""
         with self._lock:
-            self._tell_repeats()
+            self._log_repeats()
             if self._repeats.is_one_too_many(line):
                 return
         if match := _MODEL_LINE.match(line) or _ENGINE_LINE.match(line):
@@ -152,7 +152,7 @@ class Console:
         self._has_lines.wait(_TICK_S)
         with self._lock:
             self._has_lines.clear()
-            self._tell_repeats()
+            self._log_repeats()
             lines, num_dropped = list(self._queue), self._num_dropped
             self._queue.clear()
             self._num_chars = self._num_dropped = 0
@@ -165,7 +165,7 @@ class Console:
         finally:
             self._is_writing = False
 
-    def _tell_repeats(self) -> None:
+    def _log_repeats(self) -> None:
         for kind, count in self._repeats.take().items():
             self.event("lines_alike", "warning", not_shown=count, line=kind[:_SHOWN_CHARS])
 

@@ -200,8 +200,8 @@ class HealthMonitor:
             own = self._recipe.replicas(stage)  # none: other servers have this stage
             if own and self._is_essential(stage) and all(map(problems.get, own)):
                 return "not_ready"
-        is_unheard = any(worker.publishes is False for worker in self._workers.values())
-        return "degraded" if has_lost_members or is_unheard or any(problems.values()) else "ready"
+        is_silent = any(worker.publishes is False for worker in self._workers.values())
+        return "degraded" if has_lost_members or is_silent or any(problems.values()) else "ready"
 
     def _is_essential(self, stage: str) -> bool:
         """Decode does prefill's work, unless the recipe forbids it or prefill encodes pictures."""
