@@ -215,7 +215,7 @@ class SteppedEngine:
     def prefill(self, prompts: Any, max_tokens: int, attempt: int) -> None:
         """Take the least time of all attempts; the last one's requests stay for decode."""
         for number in range(len(prompts) if attempt else 0):
-            self._loaded.core.abort((attempt - 1, number + 1))
+            self._loaded.core.requests.abort((attempt - 1, number + 1))
         began = time.perf_counter()
         submit(self._loaded, prompts + attempt, max_tokens, attempt)  # other prompts: nothing is reused
         self._loaded.core.step()
@@ -294,7 +294,7 @@ def submit(loaded: LoadedEngine, prompts: Any, max_tokens: int, attempt: int) ->
             prompt=(prompt % 32000).astype("<i4").tobytes(),
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         )
-        loaded.core.add(loaded.admission.admit((attempt, number + 1), gate.admit(request)))
+        loaded.core.requests.add(loaded.admission.admit((attempt, number + 1), gate.admit(request)))
 
 
 def continuous_batching(model: Any, prompts: Any, steps: int) -> float:

@@ -196,16 +196,16 @@ class Bench:
         """Return a step's time with these contexts, and what the bytes alone would take."""
         for length in lengths:
             self._submit(length, self._steps + 200)
-        while any(not sequence.first_token_at for sequence in self._core._sequences.values()):
+        while any(not sequence.first_token_at for sequence in self._core.requests.running.values()):
             self._step()
         for _ in range(WARM_STEPS):
             self._step()
         times = [self._step()[0] for _ in range(self._steps)]
         mean = sum(times) / len(times)
-        contexts = [len(sequence.tokens) for sequence in self._core._sequences.values()]
+        contexts = [len(sequence.tokens) for sequence in self._core.requests.running.values()]
         replay = self._replay_seconds(len(lengths))
-        for key in list(self._core._sequences):
-            self._core.abort(key)
+        for key in list(self._core.requests.running):
+            self._core.requests.abort(key)
         self._core.take_outputs()
         floor = step_bytes(self._shape, contexts) / rate
         return {
@@ -274,12 +274,12 @@ class Bench:
             prompt = self._random.integers(10, 500, num_tokens).astype("<i4")
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         admitted = self._gate.admit(EngineRequest(prompt=prompt.tobytes(), sampling=sampling))
-        self._core.add(self._loaded.admission.admit((0, self._count), admitted))
+        self._core.requests.add(self._loaded.admission.admit((0, self._count), admitted))
 
     def _drain(self) -> tuple[list[float], int]:
         """Return every step's seconds, and the tokens, until no request is left."""
         times, tokens = [], 0
-        while self._core._sequences:
+        while self._core.requests.running:
             seconds, count = self._step()
             times.append(seconds)
             tokens += count

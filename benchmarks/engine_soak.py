@@ -122,20 +122,20 @@ class Soak:
     def run(self, count: int, has_extras: bool) -> None:
         """Submit so many requests and step until all have ended."""
         until = self.num_submitted + count
-        while self.num_submitted < until or self._core._sequences:
-            while self.num_submitted < until and len(self._core._sequences) < self._most_at_once:
+        while self.num_submitted < until or self._core.requests.running:
+            while self.num_submitted < until and len(self._core.requests.running) < self._most_at_once:
                 self._submit(has_extras)
             self._core.step()
             self._num_steps += 1
             for key in self._aborts.pop(self._num_steps, ()):
-                self._core.abort(key)
+                self._core.requests.abort(key)
             for output in self._core.take_outputs()[0]:
                 if output.finish is not None:
                     self.finishes[output.finish.reason] = self.finishes.get(output.finish.reason, 0) + 1
 
     def left(self) -> int:
         manager = self._core._parts.manager
-        return len(self._core._sequences) + int(manager.num_referenced)
+        return len(self._core.requests.running) + int(manager.num_referenced)
 
     def level(self) -> Level:
         gc.collect()
@@ -158,7 +158,7 @@ class Soak:
         admitted = self._gate.admit(EngineRequest(prompt=prompt.astype("<i4").tobytes(), sampling=sampling))
         self.num_submitted += 1
         key = (0, self.num_submitted)
-        self._core.add(self._loaded.admission.admit(key, admitted))
+        self._core.requests.add(self._loaded.admission.admit(key, admitted))
         if random.random() < 0.2:
             self._aborts.setdefault(self._num_steps + 1 + int(random.integers(30)), []).append(key)
 

@@ -156,8 +156,8 @@ class Engine:
             keys[(0, self._count)] = at
             prompt = np.array([*prompts[at], *tokens[at]], dtype="<i4").tobytes()
             request = EngineRequest(prompt=prompt, num_resumed=len(tokens[at]), sampling=sampling[at])
-            core.add(self._loaded.admission.admit((0, self._count), self._gate.admit(request)))
-        while core._sequences:
+            core.requests.add(self._loaded.admission.admit((0, self._count), self._gate.admit(request)))
+        while core.requests.running:
             core.step()
             outputs, plain = core.take_outputs()
             for key, token in zip(plain.keys, plain.tokens, strict=True):

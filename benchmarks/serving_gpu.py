@@ -118,7 +118,7 @@ def in_process(options: argparse.Namespace) -> dict[str, Any]:
         began, num_tokens = time.perf_counter(), 0
         for number, prompt in enumerate(prompts(options, seed)):
             admitted = gate.admit(EngineRequest(prompt=prompt.tobytes(), sampling=sampling))
-            core.add(loaded.admission.admit((seed, number), admitted))
+            core.requests.add(loaded.admission.admit((seed, number), admitted))
         while not core.is_empty:
             core.step()
             outputs, plain = core.take_outputs()

@@ -72,7 +72,7 @@ class TorchEngine(EncodeSide):
     def abort(self, key: RequestKey) -> None:
         loaded = self._loaded
         assert loaded is not None, "start first"
-        self._post(partial(loaded.core.abort, key))
+        self._post(partial(loaded.core.requests.abort, key))
         if self._jobs is not None:
             self._jobs.service.abort(key)
 
@@ -150,7 +150,7 @@ class TorchEngine(EncodeSide):
     def _turn(self, core: EngineCore) -> None:
         """Take the inbox, run a step, emit its output; sleep when there is nothing to do."""
         self._take_inbox()
-        core.expire(time.monotonic())
+        core.requests.expire(time.monotonic())
         self._publish(core)  # first tokens of joined requests, and ends: they need not wait for the step
         self._step_began_at = time.monotonic()
         try:
@@ -176,7 +176,7 @@ class TorchEngine(EncodeSide):
 
     def _add(self, core: EngineCore, sequence: Sequence) -> None:
         try:
-            core.add(sequence)
+            core.requests.add(sequence)
         finally:
             with self._wake:
                 self._num_submitted -= 1
@@ -190,7 +190,7 @@ class TorchEngine(EncodeSide):
 
     def _wind_up(self, core: EngineCore) -> None:
         """End all requests; those whose KV is being copied end when the copies have."""
-        core.fail_all(EngineLostError(f"{self._context.worker} has stopped"))
+        core.requests.fail_all(EngineLostError(f"{self._context.worker} has stopped"))
         last = time.monotonic() + _COPY_S
         while not core.is_empty and time.monotonic() < last:
             with self._wake:
@@ -209,7 +209,7 @@ class TorchEngine(EncodeSide):
         logger.critical("engine_broken error=%r", error, exc_info=error)
         self._is_draining = True
         try:
-            core.fail_all(EngineLostError(f"{self._context.worker} broke down and is being restarted"))
+            core.requests.fail_all(EngineLostError(f"{self._context.worker} broke down and is being restarted"))
             self._publish(core)
             time.sleep(0.1)  # the IO thread sends the ends before the process exits
         except Exception:  # what is broken can't even be ended in order: its clients learn it from the process's end

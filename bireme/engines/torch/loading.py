@@ -17,10 +17,11 @@ from bireme.engines.torch.pools.block_mover import BlockMover
 from bireme.engines.torch.pools.kv_store import KvStore, group_layers
 from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes, tier_sizes
 from bireme.engines.torch.scheduling.admission import Admission
-from bireme.engines.torch.scheduling.core import EngineCore, Parts
+from bireme.engines.torch.scheduling.core import EngineCore
 from bireme.engines.torch.scheduling.disaggregation import TorchExporter, TorchImporter
 from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
+from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.step import Post
 from bireme.engines.torch.weights.checkpoint import eos_token_ids
 from bireme.engines.torch.weights.setup import Setup, settle
@@ -99,7 +100,7 @@ class LoadedEngine:
         setup.findings.keep()
         phases.end("rest")
         load_s = sum(phases.seconds.values())
-        accounts.started(manager, load_s)
+        accounts.started(manager, self.core.scheduler, load_s)
         self.capacity = _capacity(setup, manager, model, eos_ids, load_s, pictures)
         logger.info(
             "engine_loaded model=%s dtype=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",

@@ -157,6 +157,11 @@ class SchedulerOutput:
         return bool(self.decodes or self.chunks)
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """In the order of the step's rows."""
+        return [*self.decodes, *(sequence for sequence, _ in self.chunks)]
+
+    @property
     def largest(self) -> Sequence:
         """The request whose part of the step takes most memory: a chunk, the one that goes furthest."""
         chunk = max(self.chunks, key=lambda chunk: chunk[0].computed + chunk[1], default=None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bireme.engines.torch.scheduling.core import Parts
+from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.step import SchedulerOutput
 from bireme.engines.torch.step import Sequence as Request
 from bireme.logits import filters

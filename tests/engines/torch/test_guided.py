@@ -373,7 +373,7 @@ def test_a_request_that_cannot_be_begun_ends_with_the_reason(engine, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(engine.core._parts.guides, "prepare", prepare)
         assert error_of(engine, {"choice": ["a"]}) == "INTERNAL: RuntimeError: can't start new thread"
-    assert not engine.core._sequences and answer(engine, {"choice": ["a"]}) == "a"
+    assert not engine.core.requests.running and answer(engine, {"choice": ["a"]}) == "a"
 
 
 RAWS: tuple[dict[str, Any], ...] = (

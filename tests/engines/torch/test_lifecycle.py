@@ -304,7 +304,7 @@ def test_steps_that_fail_again_and_again_end_the_process(engine):
 
 
 def test_a_broken_loop_ends_the_process_even_where_requests_cannot_be_ended(engine, monkeypatch):
-    monkeypatch.setattr(engine.core, "fail_all", lambda error: 1 / 0)
+    monkeypatch.setattr(engine.core.requests, "fail_all", lambda error: 1 / 0)
     monkeypatch.setattr(engine.core.scheduler, "schedule", lambda: 1 / 0)
     engine.submit(request(PROMPTS[1]))
     engine.engine._thread.join(10)
@@ -364,4 +364,4 @@ def test_many_deadlines_of_requests_long_over_are_swept(llama):
     with Harness(llama.path) as engine:
         for _ in range(6):
             engine.run([request([5, 6], 1, timeout_ms=3_600_000) for _ in range(400)])
-        assert len(engine.core._deadlines) <= 2100
+        assert len(engine.core.requests.deadlines) <= 2100

@@ -6,7 +6,6 @@ group, so that a decode step gathers them at once; only new blocks are copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -128,7 +127,7 @@ class BatchBuilder:
 
     def _mirror(self, group: int, plan: SchedulerOutput) -> None:
         table = self._tables[group]
-        for sequence in _sequences(plan):
+        for sequence in plan.sequences:
             blocks, known = sequence.table.blocks[group], sequence.mirrored[group]
             if len(blocks) > known:
                 table[sequence.slot, known : len(blocks)] = blocks[known:]
@@ -233,12 +232,6 @@ class BatchBuilder:
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
-
-
-def _sequences(plan: SchedulerOutput) -> Iterator[Sequence]:
-    yield from plan.decodes
-    for sequence, _ in plan.chunks:
-        yield sequence
 
 
 def _embeddings(plan: SchedulerOutput) -> list[tuple[int, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.step import Sequence
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.kv.blocks.block_tiers import BlockTiers
@@ -89,11 +90,10 @@ class TorchMetrics:
         self._metrics.add("bireme_generated_tokens_total", num_tokens - self.num_canary_tokens)
         self.num_canary_tokens = 0
 
-    def levels(
-        self, manager: BlockManager, num_running: int, num_waiting: int, num_preemptions: int, num_rests: int
-    ) -> None:
+    def levels(self, manager: BlockManager, scheduler: Scheduler) -> None:
         """Set the gauges; called once a step and when the engine becomes idle."""
-        levels = (num_running, num_waiting, manager.num_referenced, manager.num_cached)
+        num_preemptions, num_rests = scheduler.num_preemptions, scheduler.best_effort.num_rests
+        levels = (len(scheduler.running), len(scheduler.waiting), manager.num_referenced, manager.num_cached)
         if levels != self._levels:  # most steps change none
             for name, value in zip(_LEVELS, levels, strict=True):
                 self._metrics.set(name, value)
@@ -110,13 +110,13 @@ class TorchMetrics:
         if len(manager.tiers.pools) > 1:
             self._count_tiers(manager.tiers)
 
-    def started(self, manager: BlockManager, load_s: float) -> None:
+    def started(self, manager: BlockManager, scheduler: Scheduler, load_s: float) -> None:
         self._metrics.set("bireme_kv_blocks_total", manager.num_blocks)
         self._metrics.set("bireme_engine_load_seconds", load_s)
         self._lowest_tier = len(manager.tiers.pools) - 1
         for tier, pools in enumerate(manager.tiers.pools[HOST:], HOST):
             self._metrics.set("bireme_kv_tier_capacity_blocks", sum(pool.num_blocks for pool in pools), _TIERS[tier])
-        self.levels(manager, 0, 0, 0, 0)
+        self.levels(manager, scheduler)
 
     def usage(self, sequence: Sequence, now: float) -> Usage:
         params, kind = sequence.params, sequence.request.request_type
