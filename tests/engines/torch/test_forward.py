@@ -20,7 +20,7 @@ IS_CUDA = torch.cuda.is_available()
 on_gpu = pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
 on_cpu = pytest.mark.skipif(IS_CUDA, reason="paths of a CPU")
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
-PROMPT, OTHER, LONG = make_prompts(9, 10, 20)
+PROMPT, FIRST, SECOND = make_prompts(9, 9, 10)
 
 
 @pytest.fixture
@@ -31,7 +31,9 @@ def start(tmp_path):
     def make(is_fused, **settings):
         family, changes = ("mistral", SMALL) if is_fused else ("gpt2", SETTINGS["gpt2"])
         path = tiny_models.save(tmp_path, family, **changes)
-        engine = Harness(path, **{"max_seq_len": 32, "max_batch_size": 2, "tokens_per_block": 4} | settings)
+        engine = Harness(
+            path, **{"max_seq_len": 32, "max_batch_size": 2, "max_num_tokens": 12, "tokens_per_block": 4, **settings}
+        )
         started.append(engine)
         forward = engine.core._parts.forward
         makers = [*forward.graphs.values(), forward.resident]
@@ -52,15 +54,14 @@ def paths(engine):
     return {labels[-1]: count for name, labels, count in counters if name == "bireme_engine_steps_total"}
 
 
-def prompt_beside_a_decode(engine):
-    """Run a prompt in a step with another request's decode, which has begun before."""
-    first = engine.submit(request(LONG, 12))
-    assert first.has_tokens.wait(60)
+def two_prompts(engine):
+    """Run three steps: a prompt and the beginning of another, its rest beside a decode, a decode."""
     gate = threading.Event()
     engine.engine._post(gate.wait)
-    second = engine.submit(request(OTHER, 1))
+    asked = [engine.submit(request(FIRST, 3)), engine.submit(request(SECOND, 1))]
     gate.set()
-    assert first.finish.error == second.finish.error == ""
+    assert [result.finish.error for result in asked] == ["", ""]
+    return paths(engine)
 
 
 @on_cpu
@@ -79,9 +80,7 @@ def test_decodes_of_the_fused_decoder_are_resident_and_other_steps_are_its_own(s
     engine = start(True, cuda_graph_config=None)
     engine.run([request(PROMPT, 4)])
     assert paths(engine) == {"fused": 1, "resident": 3}
-    prompt_beside_a_decode(engine)
-    found = paths(engine)
-    assert found["fused"] == 2 and set(found) == {"fused", "resident"}
+    assert two_prompts(engine) == {"fused": 2, "resident": 1}
     assert "step_paths resident,fused\n" in caplog.text
 
 
@@ -91,9 +90,7 @@ def test_a_short_prompt_alone_is_a_graph_of_the_fused_decoder(start, caplog):
     engine = start(True)
     engine.run([request(PROMPT, 4)])
     assert paths(engine) == {"prompt_graph": 1, "resident": 3}
-    prompt_beside_a_decode(engine)
-    found = paths(engine)
-    assert found["fused"] == found["prompt_graph"] == 1
+    assert two_prompts(engine) == {"fused": 2, "resident": 1}
     assert "step_paths resident,prompt_graph,fused\n" in caplog.text
 
 
@@ -103,9 +100,7 @@ def test_decodes_and_short_prompts_of_modules_are_graphs_and_other_steps_are_not
     engine = start(False)
     engine.run([request(PROMPT, 4)])
     assert paths(engine) == {"prompt_graph": 1, "decode_graph": 3}
-    prompt_beside_a_decode(engine)
-    found = paths(engine)
-    assert found["modules"] == found["prompt_graph"] == 1
+    assert two_prompts(engine) == {"modules": 2, "decode_graph": 1}
     assert "step_paths decode_graph,prompt_graph,modules\n" in caplog.text
 
 
