@@ -157,6 +157,16 @@ class SchedulerOutput:
         return bool(self.decodes or self.chunks)
 
     @property
+    def has_prompt(self) -> bool:
+        """Whether it works on a prompt: a first token is still to come."""
+        return bool(self.chunks) or not all(sequence.first_token_at for sequence in self.decodes)
+
+    @property
+    def has_best_effort(self) -> bool:
+        """Of a step that only decodes."""
+        return any(sequence.is_best_effort for sequence in self.decodes)
+
+    @property
     def sequences(self) -> list[Sequence]:
         """In the order of the step's rows."""
         return [*self.decodes, *(sequence for sequence, _ in self.chunks)]

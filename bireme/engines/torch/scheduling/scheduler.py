@@ -39,7 +39,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         now, plan = self._clock(), SchedulerOutput(budget=self._limits.max_num_tokens)
-        active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
+        active = _running(self.running)
         before = self.num_preemptions
         self.num_prefill_tokens, self.wakes_at = 0, None
         if self._limits.may_preempt:
@@ -47,7 +47,7 @@ class Scheduler:
         self.best_effort.plan(now, self._has_others)
         self._plan([sequence for sequence in active if not sequence.is_best_effort], plan)
         if self.num_preemptions == before:
-            self._admit(plan, is_best_effort=False)
+            self._admit(plan, lambda head: not head.is_best_effort, takes_places=True)
         self._plan_best_effort([sequence for sequence in active if sequence.is_best_effort], plan, now, before)
         if self.num_preemptions != before:
             plan.keep_running()
@@ -59,42 +59,42 @@ class Scheduler:
         Requests that reach their length in the first are left out. One that turns out to have ended with a stop token
         takes part in vain: the blocks that it writes to are its own until then.
         """
-        now, is_running = self._clock(), any(sequence.is_best_effort for sequence in plan.decodes)
-        self.best_effort.plan(now, self._has_others, is_running)
+        now = self._clock()
+        self.best_effort.plan(now, self._has_others, plan.has_best_effort)
         rests = not self.best_effort.may_run(now)
-        head = self.waiting.peek()
-        if (
-            head is not None
-            and not (rests and head.is_best_effort)
-            and self._may_fit(head)
-            and not self._can_join_later(head)
-        ):
+        if self._may_join(rests):
             return None
-        active = [sequence for sequence in self.running if sequence.state is SequenceStatus.RUNNING]
-        wanted = [sequence for sequence in active if not (rests and sequence.is_best_effort)]
-        going = [
-            sequence
-            for sequence in plan.decodes
-            if sequence.state is SequenceStatus.RUNNING and not (rests and sequence.is_best_effort)
-        ]
+        wanted, going = _running(self.running, rests), _running(plan.decodes, rests)
         if len(going) < len(wanted):
             return None  # others have joined
         going = [sequence for sequence in going if sequence.num_output + 1 < sequence.max_tokens]
-        for sequence in going:
-            if not self._manager.can_grow(sequence.table, sequence.computed + 2, sequence.computed + 1):
-                return None
-            self._manager.grow(sequence.table, sequence.computed + 2, sequence.computed + 1)
-        if not going:
+        if not going or not all(self._has_room_ahead(sequence) for sequence in going):
             return None
-        self.best_effort.num_rests += len(wanted) < len(active)
-        if any(sequence.is_best_effort for sequence in going):
+        self.best_effort.num_rests += len(wanted) < len(_running(self.running))
+        following = SchedulerOutput(decodes=going)
+        if following.has_best_effort:
             self.best_effort.ran(now)
-        return SchedulerOutput(decodes=going)
+        return following
+
+    def _may_join(self, rests: bool) -> bool:
+        """Return whether the head of the queue may take part in the next step."""
+        head = self.waiting.peek()
+        if head is None or (rests and head.is_best_effort):
+            return False
+        return self._may_fit(head) and not self._can_join_later(head)
+
+    def _has_room_ahead(self, sequence: Sequence) -> bool:
+        """Grow for the token after the one that is being computed; False: there are no blocks."""
+        manager, computed = self._manager, sequence.computed + 1
+        has_room = manager.can_grow(sequence.table, computed + 1, computed)
+        if has_room:
+            manager.grow(sequence.table, computed + 1, computed)
+        return has_room
 
     def admit_imports(self) -> SchedulerOutput:
         """Admit from the queue while its head's KV comes from prefill, beside a step that has been started."""
         plan = SchedulerOutput(budget=1)
-        self._admit(plan, is_best_effort=False, only_imports=True)
+        self._admit(plan, lambda head: _is_import(head) and not head.is_best_effort)
         return plan
 
     def finish(self, sequence: Sequence) -> None:
@@ -128,8 +128,7 @@ class Scheduler:
         head = self.waiting.peek()
         if not rows and (head is None or not head.is_best_effort):
             return
-        has_prompt = bool(plan.chunks) or not all(sequence.first_token_at for sequence in plan.decodes)
-        if not self.best_effort.may_run(now, has_prompt):
+        if not self.best_effort.may_run(now, plan.has_prompt):
             self.num_prefill_tokens += sum(sequence.num_pending for sequence in rows if sequence.num_pending > 1)
             self.best_effort.num_rests += plan.has_tokens
             self.wakes_at = self.best_effort.wakes_at
@@ -140,7 +139,7 @@ class Scheduler:
             most = self.best_effort.most_prompt_tokens(now, self._limits.max_num_tokens)
         self._plan(rows, plan, most)
         if self.num_preemptions == before:
-            self._admit(plan, is_best_effort=True)
+            self._admit(plan, lambda head: head.is_best_effort)
         if len(plan.decodes) + len(plan.chunks) > num_others:
             self.best_effort.ran(now)
 
@@ -188,8 +187,7 @@ class Scheduler:
             return True
         while not manager.can_grow(table, num_tokens, sequence.computed):
             assert self._limits.may_preempt, "a reservation that does not hold"
-            others = [other for other in self.running if other.state is SequenceStatus.RUNNING]
-            victim = max(others, key=lambda other: other.rank)
+            victim = max(_running(self.running), key=lambda other: other.rank)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -210,14 +208,13 @@ class Scheduler:
 
     def _may_fit(self, head: Sequence) -> bool:
         """Return whether it is worth trying to admit the head of the queue."""
-        if self._slots and (head.number, self._manager.num_released) != self._refused:
+        if self._may_claim(head):
             return True
         return not head.is_best_effort and self._last_best_effort() is not None
 
     def _can_join_later(self, head: Sequence) -> bool:
         """Return whether it takes no part in the next step even if it is admitted, and needs nobody's place."""
-        is_new = (head.number, self._manager.num_released) != self._refused
-        return bool(self._slots) and is_new and _is_import(head) and not head.is_best_effort
+        return self._may_claim(head) and _is_import(head) and not head.is_best_effort
 
     def _last_best_effort(self) -> Sequence | None:
         """Return the best-effort request to preempt next.
@@ -226,61 +223,53 @@ class Scheduler:
         """
         may = [
             sequence
-            for sequence in self.running
-            if sequence.is_best_effort
-            and sequence.state is SequenceStatus.RUNNING
-            and (sequence.pictures is None or self._limits.may_preempt)
+            for sequence in _running(self.running)
+            if sequence.is_best_effort and (sequence.pictures is None or self._limits.may_preempt)
         ]
         return max(may, key=lambda sequence: sequence.rank, default=None)
 
-    def _admit(self, plan: SchedulerOutput, is_best_effort: bool, only_imports: bool = False) -> None:
-        """Admit from the queue while its head is of this kind; the others get the place of best-effort ones.
-
-        `only_imports`: and while its KV comes from prefill; nobody's place is taken.
-        """
-        while plan.budget and (head := self.waiting.peek()) is not None and head.is_best_effort is is_best_effort:
-            is_import = _is_import(head)
-            if only_imports and not is_import:
-                return
-            is_new = (head.number, self._manager.num_released) != self._refused
-            if not (self._slots and is_new and self._claim(head, is_import)):
-                victim = None if is_best_effort or only_imports else self._last_best_effort()
+    def _admit(self, plan: SchedulerOutput, is_wanted: Callable[[Sequence], bool], takes_places: bool = False) -> None:
+        """Admit from the queue while its head is of this kind. `takes_places`: those of best-effort requests, too."""
+        while plan.budget and (head := self.waiting.peek()) is not None and is_wanted(head):
+            if not self._claim(head):
+                victim = self._last_best_effort() if takes_places else None
                 if victim is None:
-                    if self._slots:
-                        self._refused = (head.number, self._manager.num_released)
                     return
                 self._preempt(victim)
-                continue
-            if self._manager.is_coming(head.table):
+            elif self._manager.is_coming(head.table):
                 self._manager.release(head.table)
                 self.waiting.park(head)
-                continue
-            if not is_import and self._is_computing(plan, head):
+            elif not self._take_in(head, plan):
                 self._manager.release(head.table)
                 return
-            if is_import:
-                self._manager.slide(head.table, len(head.tokens))
-                self._manager.grow(head.table, len(head.tokens), len(head.tokens))
-            if copies := self._manager.onboard(head.table):
-                head.state = SequenceStatus.IMPORTING
-                plan.onboards.append((head, copies))
-            elif is_import:
-                head.state = SequenceStatus.IMPORTING
-                plan.imports.append(head)
-            else:
-                count = self._chunk(head, plan.budget)
-                if not count:
-                    self._manager.release(head.table)
-                    return
-                head.state = SequenceStatus.RUNNING
-                self._manager.grow(head.table, head.computed + count, head.computed)
-                self._place(head, count, plan)
-            if not copies:
-                self.found(head)
-            self.waiting.remove(head)
-            head.slot = self._slots.pop()
-            head.mirrored, head.resident = [0] * len(self._manager.groups), []
-            self.running.append(head)
+
+    def _take_in(self, head: Sequence, plan: SchedulerOutput) -> bool:
+        """Move the head of the queue, whose blocks are claimed, into the batch; False: not in this step."""
+        manager, is_import = self._manager, _is_import(head)
+        if is_import:
+            manager.slide(head.table, len(head.tokens))
+            manager.grow(head.table, len(head.tokens), len(head.tokens))
+        elif self._is_computing(plan, head):
+            return False
+        if copies := manager.onboard(head.table):
+            head.state = SequenceStatus.IMPORTING
+            plan.onboards.append((head, copies))
+        elif is_import:
+            head.state = SequenceStatus.IMPORTING
+            plan.imports.append(head)
+        elif count := self._chunk(head, plan.budget):
+            head.state = SequenceStatus.RUNNING
+            manager.grow(head.table, head.computed + count, head.computed)
+            self._place(head, count, plan)
+        else:
+            return False
+        if not copies:
+            self.found(head)
+        self.waiting.remove(head)
+        head.slot = self._slots.pop()
+        head.mirrored, head.resident = [0] * len(manager.groups), []
+        self.running.append(head)
+        return True
 
     def _is_computing(self, plan: SchedulerOutput, sequence: Sequence) -> bool:
         """Return whether this step computes the next block that the sequence lacks: it shares that in the next step."""
@@ -301,18 +290,24 @@ class Scheduler:
             self.num_prefill_tokens += sequence.num_pending - count
         plan.budget -= count
 
-    def _claim(self, sequence: Sequence, is_import: bool) -> bool:
+    def _claim(self, sequence: Sequence) -> bool:
         """Take the cached prefix and reserve the rest; on failure nothing is held."""
-        manager, table = self._manager, sequence.table
-        length = len(sequence.tokens)
-        matched = 0
+        if not self._may_claim(sequence):
+            return False
+        manager, table, matched = self._manager, sequence.table, 0
         if not sequence.wants_prompt_logprobs:
-            matched = manager.match(table, sequence.tokens, length if is_import else length - 1)
+            most = len(sequence.tokens) - (not _is_import(sequence))
+            matched = manager.match(table, sequence.tokens, most)
         if not manager.reserve(table, self.need(sequence)):
             manager.release(table)
+            self._refused = (sequence.number, manager.num_released)
             return False
         sequence.computed = matched
         return True
+
+    def _may_claim(self, head: Sequence) -> bool:
+        """Return whether there is a slot, and perhaps room: the head of the queue did not fit into what there was."""
+        return bool(self._slots) and (head.number, self._manager.num_released) != self._refused
 
     def need(self, sequence: Sequence) -> list[int]:
         """Return the blocks per group to reserve at admission."""
@@ -323,3 +318,12 @@ class Scheduler:
 def _is_import(sequence: Sequence) -> bool:
     """Return whether its KV comes from prefill; it does so once."""
     return sequence.params is not None and not sequence.is_sampling
+
+
+def _running(sequences: list[Sequence], rests: bool = False) -> list[Sequence]:
+    """Return those that may take part in a step. `rests`: best-effort ones may not."""
+    return [
+        sequence
+        for sequence in sequences
+        if sequence.state is SequenceStatus.RUNNING and not (rests and sequence.is_best_effort)
+    ]
