@@ -119,12 +119,6 @@ class Database:
         with self._writing() as connection:
             return connection.execute(query, values).fetchall()
 
-    def write_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Write once for each of `rows`, all or none of them. Raises DatabaseError."""
-        with self._writing() as connection, connection:  # commits, or rolls back
-            connection.execute("BEGIN IMMEDIATE")
-            connection.executemany(query, rows)
-
     def write_together(self, *statements: tuple[Any, ...]) -> list[int]:
         """Write all of these or none: each a query and its values; return how many rows each has changed.
 

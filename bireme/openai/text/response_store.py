@@ -93,6 +93,7 @@ class NewResponse(NamedTuple):
     response: bytes  # JSON
     items: list[Item]  # of its own input
     request: bytes | None = None  # JSON of the body of one that has not ended: it is this process's
+    turn: list[Item] | None = None  # what `previous`, a conversation, gets with it
 
 
 class EventPage(NamedTuple):
@@ -149,11 +150,19 @@ class ResponseStore(SharedStore):
         self._config = config
         self._num_new_bytes = self._num_new = 0  # since the last sweep
 
-    def add(self, *responses: NewResponse) -> None:
-        """Keep all of them, or none. Raises UnavailableError."""
-        self.database.write_all(f"{_INSERT} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [self._row(one) for one in responses])
+    def add(self, *responses: NewResponse) -> frozenset[str]:
+        """Keep all of them, or none, each with its turn; return those without a conversation for theirs.
+
+        Raises UnavailableError.
+        """
+        turns = {one.id: (one, _encode(one.turn)) for one in responses if one.turn is not None}
+        counts = self.database.write_together(
+            *((f"{_INSERT} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", *self._row(one)) for one in responses),
+            *((_ADD_ITEMS, *_added(one.previous or "", one.tenant, items)) for one, items in turns.values()),
+        )
         self._num_new += len(responses)
-        self._sweep_if_many()
+        self._note_bytes(sum(len(items) for _, items in turns.values()))
+        return frozenset(name for name, count in zip(turns, counts[len(responses) :], strict=True) if not count)
 
     def begin(self, response: NewResponse, max_unfinished: int) -> bool:
         """Keep one that has not ended; false: so many of its key have not. Raises UnavailableError."""

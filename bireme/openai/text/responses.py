@@ -10,7 +10,6 @@ from bireme.openai.http.event_stream import EventStream
 from bireme.openai.http.pace import Pacer
 from bireme.openai.text.answering import Streams, answer_events, counted, for_caller, note_usage
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
-from bireme.openai.text.response_items import listed
 from bireme.openai.text.response_request import REFUSED, ResponseBody, ResponseRequest, check_response
 from bireme.openai.text.response_store import response_id
 from bireme.openai.text.served_model import Models, ServedModel
@@ -79,11 +78,6 @@ class Responses:
         sequences = await model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
         assert answer.usage is not None, "an answer without an error has finished"
         note_usage(call, [answer.usage], answer.usage.prompt_tokens)
-        is_kept = request.is_kept and self._stored.is_on
-        items = listed(request.items) if is_kept or request.conversation is not None else []  # the same ids in both
-        if is_kept and not await self._stored.keep(form, call.tenant, request, items, answer.json()):
-            answer.is_not_kept()
-        if request.conversation is not None:
-            await self._stored.converse(form.id, request.conversation, call.tenant, [*items, *answer.items])
+        await self._stored.keep(form.id, call.tenant, request, answer)
         answer.end()
         return sequences

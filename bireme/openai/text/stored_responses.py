@@ -77,7 +77,7 @@ class StoredResponses:
         self._do = self.store.do
         self.conversations = Conversations(self.store, frontend.max_body_bytes)
         self._watcher: asyncio.Task[None] | None = None
-        self._unwritten: list[tuple[NewResponse, asyncio.Future[None]]] = []
+        self._unwritten: list[tuple[NewResponse, asyncio.Future[bool]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._logs: dict[str, EventLog] = {}  # of the running ones that are streamed
@@ -147,51 +147,59 @@ class StoredResponses:
             )  # fmt: skip
         return [item for row in rows for item in (*row.input, *row.output)]
 
-    async def keep(
-        self, form: ResponseForm, tenant: Tenant, request: ResponseRequest, items: list[Item], response: bytes
-    ) -> bool:
-        """Keep a response that has ended, and return whether it is kept: its client gets it even where it is not.
+    async def keep(self, name: str, tenant: Tenant, request: ResponseRequest, answer: ResponseAnswer) -> None:
+        """Keep what is asked to be kept of an answer that has ended; its client gets it even where that fails."""
+        conversation, is_kept = request.conversation, request.is_kept and self.is_on
+        if not is_kept and conversation is None:
+            return
+        items = listed(request.items)
+        turn = None if conversation is None else [*items, *answer.items]
+        previous = request.shown["previous_response_id"] or conversation
+        if is_kept and await self._is_written(
+            answer, NewResponse(name, tenant.name, previous, answer.json(), items, turn=turn)
+        ):
+            return
+        if conversation is not None and turn is not None:
+            try:
+                await self.conversations.add(conversation, tenant, turn)
+            except BiremeError as error:  # it was deleted meanwhile, or can't be written
+                _note_not_added(conversation, name, error)
+                drop_frames(error)
 
-        `items`: of its own input, as lists show them.
-        """
-        previous = request.shown["previous_response_id"] or request.conversation
-        kept = asyncio.get_running_loop().create_future()
-        self._unwritten.append((NewResponse(form.id, tenant.name, previous, response, items), kept))
+    async def _is_written(self, answer: ResponseAnswer, new: NewResponse) -> bool:
+        """Write a response and its turn, and return whether that went well; else the answer says so."""
+        written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._unwritten.append((new, written))
         if self._writer is None:
             self._writer = asyncio.get_running_loop().create_task(self._write())
         try:
-            await kept
+            if not await written:
+                _note_not_added(new.previous or "", new.id, "it does not exist")
         except Exception as error:  # also of a store that can't be opened: the answer is there, and paid for
-            logger.error("response_not_kept id=%s error=%s", form.id, error)
+            logger.error("response_not_kept id=%s error=%s", new.id, error)
             drop_frames(error)
+            answer.is_not_kept()
             return False
         return True
-
-    async def converse(self, name: str, conversation: str, tenant: Tenant, items: list[Item]) -> None:
-        """Add a response's input and output to its conversation; its client has its answer anyway."""
-        try:
-            await self.conversations.add(conversation, tenant, items)
-        except BiremeError as error:  # it was deleted meanwhile, or can't be written
-            _note_not_added(conversation, name, error)
-            drop_frames(error)
 
     async def _write(self) -> None:
         """Write what there is, in one transaction: what ends meanwhile is the next one's."""
         try:
             while self._unwritten:
-                written, self._unwritten = self._unwritten, []
+                waiting, self._unwritten = self._unwritten, []
                 error: Exception | None = None
+                missing: frozenset[str] = frozenset()
                 try:
-                    await self._do(ResponseStore.add, *(new for new, _ in written))
+                    missing = await self._do(ResponseStore.add, *(new for new, _ in waiting))
                 except Exception as failure:  # each of their requests raises it
                     error = failure
-                for _, kept in written:
-                    if kept.done():  # its client has left
+                for new, written in waiting:
+                    if written.done():  # its client has left
                         continue
                     if error is None:
-                        kept.set_result(None)
+                        written.set_result(new.id not in missing)
                     else:
-                        kept.set_exception(error)
+                        written.set_exception(error)
         finally:
             self._writer = None
 

@@ -7,6 +7,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from bireme.openai.text.response_store import ResponseStore
 from tests.openai.api_keys import bearer, keys_of
 from tests.openai.text.test_responses import ask, expected
 
@@ -90,6 +91,16 @@ async def test_whatever_form_the_answer_has_it_is_added(bench, client, fields):
     reply = ask(bench, conversation=made.id, **fields)
     await bench.workers.emit(4)
     await reply.end()
+    assert await texts(client, made.id) == ["hi", expected("user:hi\nassistant:")]
+
+
+async def test_a_response_and_its_turn_are_kept_in_one_write(bench, client, monkeypatch):
+    """A process that ends between two writes leaves a response that its conversation does not know."""
+    made = await client.conversations.create()
+    monkeypatch.setattr(ResponseStore, "add_items", None)
+    reply = ask(bench, conversation=made.id)
+    await bench.workers.emit(4)
+    await client.responses.retrieve((await reply.end()).json()["id"])
     assert await texts(client, made.id) == ["hi", expected("user:hi\nassistant:")]
 
 
