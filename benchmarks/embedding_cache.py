@@ -37,7 +37,7 @@ from PIL import Image
 
 from bireme.launch import free_ports, start_server
 from bireme.metrics import Registry
-from bireme.openai.text.served_model import ServedModel, connect
+from bireme.openai.text.served_model import ServedModel
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer
 from bireme.pipelines.chat_request import parse_chat
 from bireme.recipe_files import load_recipe
@@ -74,7 +74,7 @@ def main() -> None:
 
 async def measure(recipe: str, port: int, num_pictures: int) -> dict[str, list[float]]:
     """Return milliseconds to the first token, by kind."""
-    model = connect(load_recipe(recipe), f"127.0.0.1:{port}", Registry("benchmark"))
+    model = ServedModel.connect(load_recipe(recipe), f"127.0.0.1:{port}", Registry("benchmark"))
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     try:
         for number in range(num_pictures + 1):

@@ -36,8 +36,8 @@ from bireme.openai.http.process_group import run_group
 from bireme.openai.http.tls import TlsFiles
 from bireme.openai.keys import ApiKeys, load_keys, read_keys
 from bireme.openai.logs import set_up_logs
-from bireme.openai.text.embedding_model import EmbeddingModels, connect_embedding
-from bireme.openai.text.served_model import Models, connect
+from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
+from bireme.openai.text.served_model import Models, ServedModel
 from bireme.openai.video.served_video import VideoModels, connect_video
 from bireme.own_process import freeze_gc, reuse_memory, watch_parent
 from bireme.recipe_files import load_recipe
@@ -138,8 +138,8 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     def having(stage: str) -> list[tuple[Recipe, str | None]]:
         return [(recipe, address) for recipe, address in served if stage in recipe.workers]
 
-    models = Models([connect(recipe, address, metrics) for recipe, address in having("decode")])
-    embedders = EmbeddingModels([connect_embedding(*one, metrics) for one in having("embedding")])
+    models = Models([ServedModel.connect(*one, metrics) for one in having("decode")])
+    embedders = EmbeddingModels([EmbeddingModel.connect(*one, metrics) for one in having("embedding")])
     videos = VideoModels(
         [connect_video(recipe, at, metrics, url) for recipe, at in having("video_diffusion") if at is not None]
     )
@@ -153,7 +153,6 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
 
 
 def _tls(cert: str | None, key: str | None) -> TlsFiles | None:
-    """Raises ConfigError."""
     if bool(cert) != bool(key):
         raise ConfigError("--tls-cert and --tls-key belong together; give both, or none")
     return TlsFiles(Path(cert), Path(key)) if cert and key else None
@@ -217,7 +216,6 @@ def _uvicorn_config(
 
 
 def _keys(path: str | None, recipe: Recipe, member: Member | None) -> tuple[ApiKeys | None, list[FollowedFiles]]:
-    """Return the keys, and what reads them again when they change."""
     named = path or os.environ.get("BIREME_API_KEYS", "")
     if not named and not recipe.frontend.api_keys:
         return None, []

@@ -8,15 +8,13 @@ from bireme.config import Recipe
 from bireme.discovery.view import Discovery
 from bireme.metrics import Registry
 from bireme.openai.model_kinds import EMBEDDINGS, ModelsByName
-from bireme.openai.text.served_model import FollowedModel, connection_of
+from bireme.openai.text.served_model import FollowedModel
 from bireme.pipelines.embedding_service import STAGE, EmbeddingService
-from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
+from bireme.text.tokenizer import TextTokenizer
 from bireme.workers.base import WorkerClient
 
 
 class EmbeddingModel(FollowedModel):
-    """One embedding model."""
-
     stages = (STAGE,)
 
     def __init__(
@@ -29,12 +27,6 @@ class EmbeddingModel(FollowedModel):
     async def close(self) -> None:
         self.embeddings.close()
         await super().close()
-
-
-def connect_embedding(recipe: Recipe, address: str | None, metrics: Registry) -> EmbeddingModel:
-    """Return a model whose workers are found from `start` on. Raises ConfigError."""
-    way = connection_of(recipe, address, metrics)
-    return EmbeddingModel(recipe, way.workers, recipe_tokenizer(recipe), metrics, way.discovery, way.folder)
 
 
 class EmbeddingModels(ModelsByName[EmbeddingModel]):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bireme.config import Recipe
 from bireme.discovery.records import own_address
@@ -41,6 +40,21 @@ class FollowedModel:
         self.created = int(time.time())
         self.services = Services(recipe, workers, make_router(recipe, metrics, folder), metrics)
 
+    @classmethod
+    def connect(cls, recipe: Recipe, address: str | None, metrics: Registry) -> Self:
+        """Return a model whose workers are found from `start` on; connections open with the first request.
+
+        `address`: of a tritonserver that has the recipe's workers; None: discovery has all. Raises ConfigError.
+        """
+        server, folder = address, None
+        if address is not None and address == os.environ.get("BIREME_GRPC"):  # of this launch
+            server, folder = own_address(), Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
+        tls = GrpcTls.of(recipe)
+        channel = GrpcChannel(address, tls) if address is not None else None
+        workers = Workers(channel, recipe.pipeline.stall_timeout_s, metrics, tls=tls)
+        discovery = discover(recipe, server, folder, metrics)
+        return cls(recipe, workers, recipe_tokenizer(recipe), metrics, discovery, folder)
+
     @property
     def capacity(self) -> Capacity | None:
         """What the first of its workers takes, once it is known."""
@@ -57,7 +71,6 @@ class FollowedModel:
         return frozenset(self.stages[:1])
 
     def start(self) -> None:
-        """Begin to follow its workers, on the loop that will serve."""
         if self._discovery is not None:
             self.services.follow(self._discovery)
 
@@ -70,8 +83,6 @@ class FollowedModel:
 
 
 class ServedModel(FollowedModel):
-    """One language model."""
-
     stages = ("decode", "prefill")
 
     def __init__(
@@ -80,6 +91,7 @@ class ServedModel(FollowedModel):
     ) -> None:  # fmt: skip
         check_defaults(recipe)
         super().__init__(recipe, workers, tokenizer, metrics, discovery, folder)
+        tokenizer.detokenizer()  # tabulates the vocabulary now
         self.chat = ChatService(self.services, tokenizer)
 
     @property
@@ -95,38 +107,6 @@ class ServedModel(FollowedModel):
     async def close(self) -> None:
         self.chat.close()
         await super().close()
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeConnection:
-    """How a frontend reaches a recipe's workers; connections open with the first request."""
-
-    workers: Workers
-    discovery: Discovery
-    folder: Path | None  # the launch's run folder, in reach
-
-
-def connect(recipe: Recipe, address: str | None, metrics: Registry) -> ServedModel:
-    """Return a language model whose workers are found from `start` on. Raises ConfigError."""
-    tokenizer = recipe_tokenizer(recipe)
-    tokenizer.detokenizer()  # tabulates the vocabulary now
-    way = connection_of(recipe, address, metrics)
-    return ServedModel(recipe, way.workers, tokenizer, metrics, way.discovery, way.folder)
-
-
-def connection_of(recipe: Recipe, address: str | None, metrics: Registry) -> RecipeConnection:
-    """`address`: gRPC endpoint of a tritonserver that has the recipe's workers; None: all are the recipe's discovery's.
-
-    Raises ConfigError.
-    """
-    server, folder = address, None
-    if address is not None and address == os.environ.get("BIREME_GRPC"):  # of this launch
-        server, folder = own_address(), Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
-    discovery = discover(recipe, server, folder, metrics)
-    tls = GrpcTls.of(recipe)
-    channel = GrpcChannel(address, tls) if address is not None else None
-    workers = Workers(channel, recipe.pipeline.stall_timeout_s, metrics, tls=tls)
-    return RecipeConnection(workers, discovery, folder)
 
 
 class Models(ModelsByName[ServedModel]):
