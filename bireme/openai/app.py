@@ -42,13 +42,7 @@ from bireme.openai.text.completions import Completions
 from bireme.openai.text.embedding_model import EmbeddingModels
 from bireme.openai.text.embeddings import Embeddings
 from bireme.openai.text.messages import Messages
-from bireme.openai.text.model_object import (
-    anthropic_model,
-    anthropic_page,
-    embedding_model,
-    language_model,
-    video_model,
-)
+from bireme.openai.text.model_object import anthropic_model, anthropic_page, openai_model
 from bireme.openai.text.responses import Responses
 from bireme.openai.text.served_model import Models
 from bireme.openai.text.stored_responses import StoredResponses
@@ -169,7 +163,6 @@ class Frontend:
             self._teller = await self._member.tell(self._page.totals)
 
     async def stop(self) -> None:
-        """Close the connections to the workers; requests have ended."""
         if self._teller is not None:
             self._teller.close()
         if self._ticker is not None:
@@ -273,7 +266,6 @@ class Frontend:
         return True
 
     def _with_body(self, post: Post, kinds: tuple[bytes, ...] = JSON_ONLY) -> Handler:
-        """Return a handler that reads the body, within the key's limit of requests."""
 
         async def handle(call: Call) -> None:
             await post(call, await call.body(self._config.max_body_bytes, self._config.body_timeout_s, kinds))
@@ -281,7 +273,6 @@ class Frontend:
         return self._limited(handle)
 
     def _limited(self, handler: Handler) -> Handler:
-        """Return a handler that runs within the key's limit of requests."""
 
         async def handle(call: Call) -> None:
             if self._num_active > self._config.max_connections:
@@ -298,32 +289,20 @@ class Frontend:
         return handle
 
     async def _list_models(self, call: Call) -> None:
+        models = [*self._models, *self._videos, *self._embedders]
         if call.header(_ANTHROPIC_VERSION):
             call.speak(anthropic_reply_of, b"request-id")
-            models = [anthropic_model(model) for model in (*self._models, *self._videos, *self._embedders)]
-            await call.reply(200, encode_json(anthropic_page(models, call)))
+            await call.reply(200, encode_json(anthropic_page([anthropic_model(model) for model in models], call)))
             return
-        models = [language_model(model) for model in self._models] + [video_model(model) for model in self._videos]
-        models += [embedding_model(model) for model in self._embedders]
-        await call.reply(200, encode_json({"object": "list", "data": models}))
+        await call.reply(200, encode_json({"object": "list", "data": [openai_model(model) for model in models]}))
 
     async def _show_model(self, call: Call) -> None:
-        name = call.path[len(_MODEL_PATH) :]
+        name, form = call.path.removeprefix(_MODEL_PATH), openai_model
         if call.header(_ANTHROPIC_VERSION):
             call.speak(anthropic_reply_of, b"request-id")
-            kinds = (
-                self._videos if name in self._videos else self._embedders if name in self._embedders else self._models
-            )
-            await call.reply(200, encode_json(anthropic_model(kinds.get(name))))
-            return
-        if name in self._videos:
-            await call.reply(200, encode_json(video_model(self._videos.get(name))))
-            return
-        if name in self._embedders:
-            await call.reply(200, encode_json(embedding_model(self._embedders.get(name))))
-            return
-        model = self._models.get(name)
-        await call.reply(200, encode_json(language_model(model)))
+            form = anthropic_model
+        kinds = self._videos if name in self._videos else self._embedders if name in self._embedders else self._models
+        await call.reply(200, encode_json(form(kinds.get(name))))
 
     async def _live(self, call: Call) -> None:
         await call.reply(200, b'{"status":"live"}')
@@ -351,16 +330,8 @@ class Frontend:
         await call.reply(200, self._page.text(others, only_key), (b"content-type", CONTENT_TYPE))
 
     async def _show_openapi(self, call: Call) -> None:
-        await call.reply(
-            200,
-            encode_json(
-                openapi(
-                    [model.name for model in self._models],
-                    [model.name for model in self._videos],
-                    [model.name for model in self._embedders],
-                )
-            ),
-        )
+        kinds = (self._models, self._videos, self._embedders)
+        await call.reply(200, encode_json(openapi(*([model.name for model in kind] for kind in kinds))))
 
     def _count(self, call: Call) -> None:
         path = call.path if call.path in self._routes else "/" if call.path in self._playground_paths else "other"

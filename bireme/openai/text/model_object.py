@@ -15,22 +15,10 @@ from bireme.openai.video.served_video import ServedVideo
 _PAGE, _MAX_PAGE = 20, 1000  # of Anthropic's lists
 
 
-def language_model(model: ServedModel) -> dict[str, Any]:
-    capacity = model.capacity
-    inputs = ["text", "image"] if model.chat.takes_pictures else ["text"]
-    return _object(model.name, model.created, inputs, ["text"], capacity.max_seq_len if capacity else None)
+AnyModel = ServedModel | EmbeddingModel | ServedVideo
 
 
-def embedding_model(model: EmbeddingModel) -> dict[str, Any]:
-    capacity = model.capacity
-    return _object(model.name, model.created, ["text"], ["embedding"], capacity.max_seq_len if capacity else None)
-
-
-def video_model(model: ServedVideo) -> dict[str, Any]:
-    return _object(model.name, model.created, ["text"], ["video", "image"], None)
-
-
-def anthropic_model(model: ServedModel | EmbeddingModel | ServedVideo) -> dict[str, Any]:
+def anthropic_model(model: AnyModel) -> dict[str, Any]:
     made_at = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     shown = {
         "type": "model",
@@ -39,8 +27,13 @@ def anthropic_model(model: ServedModel | EmbeddingModel | ServedVideo) -> dict[s
         "created_at": made_at,
         "lifecycle": "active",
     }
+    context = _context(model)
+    return shown if context is None else shown | {"max_input_tokens": context}
+
+
+def _context(model: AnyModel) -> int | None:
     capacity = None if isinstance(model, ServedVideo) else model.capacity
-    return shown if capacity is None else shown | {"max_input_tokens": capacity.max_seq_len}
+    return None if capacity is None else capacity.max_seq_len
 
 
 def anthropic_page(models: list[dict[str, Any]], call: Call) -> dict[str, Any]:
@@ -57,22 +50,27 @@ def anthropic_page(models: list[dict[str, Any]], call: Call) -> dict[str, Any]:
     return {"data": page, "has_more": len(page) < end - begin, "first_id": first, "last_id": last}
 
 
-def _object(
-    name: str, created: int, inputs: list[str], outputs: list[str], max_model_len: int | None
-) -> dict[str, Any]:
+def openai_model(model: AnyModel) -> dict[str, Any]:
+    inputs, outputs = ["text"], ["text"]
+    if isinstance(model, ServedVideo):
+        outputs = ["video", "image"]
+    elif isinstance(model, EmbeddingModel):
+        outputs = ["embedding"]
+    elif model.chat.takes_pictures:
+        inputs = ["text", "image"]
     return {
-        "id": name,
+        "id": model.name,
         "object": "model",
-        "created": created,
+        "created": model.created,
         "owned_by": "bireme",
-        "root": name,  # vLLM's is a path of the host, or the model below an adapter
+        "root": model.name,  # vLLM's is a path of the host, or the model below an adapter
         "parent": None,
-        "max_model_len": max_model_len,
+        "max_model_len": _context(model),
         "permission": [
             {
-                "id": f"modelperm-{name}",
+                "id": f"modelperm-{model.name}",
                 "object": "model_permission",
-                "created": created,
+                "created": model.created,
                 "allow_create_engine": False,
                 "allow_sampling": True,
                 "allow_logprobs": True,
