@@ -23,9 +23,10 @@ from bireme.messages import Usage
 from bireme.openai.http.call import Call, ClientGoneError
 from bireme.openai.http.error_replies import is_internal, reply_of, shutting_down
 from bireme.openai.http.event_stream import DONE, PREFIX, SUFFIX, EventStream
+from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import Tenant
 from bireme.openai.text.completion_request import CompletionRequest
-from bireme.openai.text.served_model import FollowedModel
+from bireme.openai.text.served_model import FollowedModel, Models, ServedModel
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.chat_request import ChatRequest
 from bireme.pipelines.chat_usage import server_timing
@@ -40,6 +41,20 @@ Streams = set[EventStream]  # the running ones, for comments
 PLACED = "placed"  # outcome of a request that only asked where it would run
 SESSION_HEADER = b"x-session-id"
 _R = TypeVar("_R", ChatRequest, CompletionRequest)
+
+
+class TextApi:
+    """One of the APIs that answer with the language models."""
+
+    def __init__(self, models: Models, pacer: Pacer, streams: Streams) -> None:
+        self._models, self._pacer, self._streams = models, pacer, streams
+
+    async def _place(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
+        """Tell where a chat would run."""
+        work = model.chat.placement(request, call.arrived_at, call.tenant.take_prompt)
+        answer = await call.unless_gone(work)
+        call.notes["outcome"] = PLACED
+        await call.reply(200, answer)
 
 
 def for_caller(call: Call, request: _R) -> _R:
@@ -85,7 +100,6 @@ def annotation_events(names: Sequence[Annotation], call: Call, ids: Ids, prompt:
 
 
 def error_events(error: BaseException) -> bytes:
-    """Return what ends a stream of chunks with an error."""
     return PREFIX + reply_of(error).body + SUFFIX + DONE
 
 

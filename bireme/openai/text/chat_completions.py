@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
-from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import (
-    PLACED,
-    Streams,
-    annotation_events,
-    answer_events,
-    counted,
-    for_caller,
-    note_usage,
-)
-from bireme.openai.text.served_model import Models, ServedModel
+from bireme.openai.text.answering import TextApi, annotation_events, answer_events, counted, for_caller, note_usage
+from bireme.openai.text.served_model import ServedModel
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer, token_ids
 from bireme.pipelines.chat_request import REFUSED, ChatBody, ChatRequest, check_chat
 from bireme.pipelines.chat_stream import ChunkTemplate, streamed_answer
@@ -22,29 +13,18 @@ from bireme.pipelines.chat_usage import NvExtReply
 from bireme.pipelines.json_body import decode_body
 
 
-class ChatCompletions:
-    """Answers with the models' chat services."""
-
-    def __init__(self, models: Models, pacer: Pacer, streams: Streams) -> None:
-        self._models, self._pacer, self._streams = models, pacer, streams
-
+class ChatCompletions(TextApi):
     async def post(self, call: Call, data: bytes) -> None:
         body = decode_body(data, ChatBody, REFUSED)
         model = self._models.get(body.model)
         with counted(call, model):
             request = for_caller(call, check_chat(body, model.recipe))
             if request.options.routing.query_only:
-                await self._query(call, model, request)
+                await self._place(call, model, request)
             elif request.stream:
                 await self._stream(call, model, request)
             else:
                 await self._whole(call, model, request)
-
-    async def _query(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
-        work = model.chat.placement(request, call.arrived_at, call.tenant.take_prompt)
-        answer = await call.unless_gone(work)
-        call.notes["outcome"] = PLACED
-        await call.reply(200, answer)
 
     async def _whole(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
         heading = _heading(model, request)

@@ -11,10 +11,9 @@ from bireme.errors import RequestError
 from bireme.messages import SamplingParams
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
-from bireme.openai.http.pace import Pacer
 from bireme.openai.text.answering import (
     PLACED,
-    Streams,
+    TextApi,
     annotation_events,
     answer_events,
     counted,
@@ -29,7 +28,7 @@ from bireme.openai.text.completion_answer import (
     without_tokens,
 )
 from bireme.openai.text.completion_request import REFUSED, CompletionBody, CompletionRequest, check_completion
-from bireme.openai.text.served_model import Models, ServedModel
+from bireme.openai.text.served_model import ServedModel
 from bireme.pipelines.chat_answer import ResponseMeta, encode_json
 from bireme.pipelines.chat_usage import NvExtReply
 from bireme.pipelines.json_body import decode_body
@@ -54,12 +53,7 @@ class _CompletionJob:
         return self.request.sampling.params.n
 
 
-class Completions:
-    """Answers with the models' workers."""
-
-    def __init__(self, models: Models, pacer: Pacer, streams: Streams) -> None:
-        self._models, self._pacer, self._streams = models, pacer, streams
-
+class Completions(TextApi):
     async def post(self, call: Call, data: bytes) -> None:
         body = decode_body(data, CompletionBody, REFUSED)
         model = self._models.get(body.model)

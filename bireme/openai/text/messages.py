@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import SUFFIX, EventStream
-from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import PLACED, Streams, answer_events, counted, for_caller, note_usage
+from bireme.openai.text.answering import TextApi, answer_events, counted, for_caller, note_usage
 from bireme.openai.text.messages_answer import PING, MessageTemplate, StreamedMessage, WholeMessage
 from bireme.openai.text.messages_request import (
     REFUSED,
@@ -17,17 +16,12 @@ from bireme.openai.text.messages_request import (
     check_count,
     check_messages,
 )
-from bireme.openai.text.served_model import Models, ServedModel
+from bireme.openai.text.served_model import ServedModel
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.json_body import decode_body
 
 
-class Messages:
-    """Answers with the models' chat services."""
-
-    def __init__(self, models: Models, pacer: Pacer, streams: Streams) -> None:
-        self._models, self._pacer, self._streams = models, pacer, streams
-
+class Messages(TextApi):
     async def post(self, call: Call, data: bytes) -> None:
         body = decode_body(data, MessagesBody, REFUSED)
         model = self._models.get(body.model)
@@ -35,7 +29,7 @@ class Messages:
             request = check_messages(body, model.recipe)
             request = replace(request, chat=for_caller(call, request.chat))
             if request.chat.options.routing.query_only:
-                await self._query(call, model, request)
+                await self._place(call, model, request.chat)
             elif request.chat.stream:
                 await self._stream(call, model, request)
             else:
@@ -47,12 +41,6 @@ class Messages:
         request = for_caller(call, check_count(body, model.recipe))
         num_tokens = await call.unless_gone(model.chat.count(request, call.arrived_at))
         await call.reply(200, encode_json({"input_tokens": num_tokens}))
-
-    async def _query(self, call: Call, model: ServedModel, request: MessagesRequest) -> None:
-        work = model.chat.placement(request.chat, call.arrived_at, call.tenant.take_prompt)
-        answer = await call.unless_gone(work)
-        call.notes["outcome"] = PLACED
-        await call.reply(200, answer)
 
     async def _whole(self, call: Call, model: ServedModel, request: MessagesRequest) -> None:
         answer = WholeMessage(request)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.http.pace import Pacer
-from bireme.openai.text.answering import Streams, answer_events, counted, for_caller, note_usage
+from bireme.openai.text.answering import Streams, TextApi, answer_events, counted, for_caller, note_usage
 from bireme.openai.text.response_answer import ResponseAnswer, ResponseEvents, ResponseForm
 from bireme.openai.text.response_request import REFUSED, ResponseBody, ResponseRequest, check_response
 from bireme.openai.text.response_store import response_id
@@ -20,11 +20,10 @@ from bireme.pipelines.json_body import decode_body
 from bireme.pipelines.sequence import SequenceRunner
 
 
-class Responses:
-    """Answers with the models' chat services."""
-
+class Responses(TextApi):
     def __init__(self, models: Models, stored: StoredResponses, pacer: Pacer, streams: Streams) -> None:
-        self._models, self._stored, self._pacer, self._streams = models, stored, pacer, streams
+        super().__init__(models, pacer, streams)
+        self._stored = stored
 
     async def post(self, call: Call, data: bytes) -> None:
         body = decode_body(data, ResponseBody, REFUSED)
