@@ -19,8 +19,6 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 
 
 class MetricsPage:
-    """Adds up what the registry counts."""
-
     def __init__(self, registry: Registry) -> None:
         self._source = registry
         self._own = _Sums()
@@ -80,16 +78,12 @@ class _Sums(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        for name, values in _by_name(self._counters).items():
-            family = CounterMetricFamily(name, TABLE[name].help, labels=TABLE[name].labels)
-            for labels, value in values.items():
-                family.add_metric(labels, value)
-            yield family
-        for name, values in _by_name(self._gauges).items():
-            gauge = GaugeMetricFamily(name, TABLE[name].help, labels=TABLE[name].labels)
-            for labels, value in values.items():
-                gauge.add_metric(labels, value)
-            yield gauge
+        for kind, levels in ((CounterMetricFamily, self._counters), (GaugeMetricFamily, self._gauges)):
+            for name, values in _by_name(levels).items():
+                family = kind(name, TABLE[name].help, labels=TABLE[name].labels)
+                for labels, value in values.items():
+                    family.add_metric(labels, value)
+                yield family
         for name, histograms in _by_name(self._histograms).items():
             yield _histogram(TABLE[name], histograms)
 

@@ -182,8 +182,6 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat request, checked."""
-
     model: str
     messages: list[Message]
     pictures: list[PictureSource]  # in the order of the messages
@@ -206,19 +204,11 @@ class ChatRequest:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """The functions as templates show them: without `strict`, which is for the guide."""
-        return [
-            {
-                "type": "function",
-                "function": {name: value for name, value in function.items() if name != "strict"}
-                if "strict" in function
-                else function,
-            }
-            for function in self.functions
-        ]
+        shown = [{name: value for name, value in one.items() if name != "strict"} for one in self.functions]
+        return [{"type": "function", "function": function} for function in shown]
 
 
 def parse_chat(body: bytes | str, recipe: Recipe) -> ChatRequest:
-    """Read and check a request. Raises RequestError."""
     return check_chat(decode_body(body, ChatBody, REFUSED), recipe)
 
 
@@ -286,8 +276,7 @@ def build_chat(
 
     `has_prompt`: whether what begins an answer follows the messages; None: as without the field. `is_continued`: the
     answer goes on with the last message. `variables`: of the chat template, from the API's fields. `sampling`: values
-    under OpenAI's names, None where they are not set; `renamed` says what the API calls some. `others`: fields
-    of ChatRequest.
+    under OpenAI's names; `renamed` says what the API calls some. `others`: fields of ChatRequest.
     """
     turn = _last_turn(messages, has_prompt, is_continued)
     checked = api_sampling(sampling, options, recipe, renamed)
@@ -313,7 +302,6 @@ def check_annotations(options: RequestOptions, stream: bool | None) -> None:
 
 
 def check_stream_options(body: OpenAIBody) -> None:
-    """Raises RequestError."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only with stream true; remove it")
 
@@ -342,8 +330,8 @@ def _sampling(body: ChatBody, recipe: Recipe) -> dict[str, Any]:
 
 
 def openai_sampling(body: SamplingBody) -> dict[str, Any]:
-    """Return the body's sampling values, None where they are not set."""
-    return {name: getattr(body, name, None) for name in _OPENAI}
+    """Return the body's sampling values that are set."""
+    return {name: value for name in _OPENAI if (value := getattr(body, name, None)) is not None}
 
 
 def api_sampling(
@@ -353,7 +341,7 @@ def api_sampling(
 
     `renamed`: the API's names of some, for errors. Raises RequestError.
     """
-    fields = {name: value for name, value in given.items() if value is not None}
+    fields = dict(given)
     low, high, temperature = _TEMPERATURE.low, _TEMPERATURE.openai_high, fields.get("temperature")
     if temperature is not None and not low <= temperature <= high:
         raise RequestError(f"temperature: {temperature}; the range is {low} to {high}, {_TEMPERATURE.advice}")
@@ -399,7 +387,6 @@ def _messages(messages: list[ChatMessage], recipe: Recipe) -> tuple[list[Message
 
 
 def check_num_messages(num_messages: int, limits: Limits) -> None:
-    """Raises RequestError."""
     if not num_messages:
         raise RequestError("messages: empty; send at least one message")
     if num_messages > limits.max_messages:
@@ -474,7 +461,6 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raises RequestError."""
     if metadata is None:
         return
     if len(metadata) > _MAX_METADATA:

@@ -23,13 +23,7 @@ from bireme.child_process import Backoff
 from bireme.config import FrontendConfig
 from bireme.errors import NotFoundError, RequestError, UnavailableError, drop_frames
 from bireme.metrics import Registry
-from bireme.openai.batch.batch_lines import (
-    BatchLine,
-    LineReader,
-    answered_line,
-    check_lines,
-    problem_of,
-)
+from bireme.openai.batch.batch_lines import BatchLine, LineReader, answered_line, check_lines, problem_of
 from bireme.openai.batch.batch_store import UNFINISHED, StoredBatch
 from bireme.openai.batch.files import FilesAndBatches, FilesApi, age_of, page_tree
 from bireme.openai.batch.line_gate import Endpoint, LineGate
@@ -80,8 +74,6 @@ class BatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class _RunningBatch:
-    """A batch that this process runs."""
-
     task: asyncio.Task[None]
     lines: asyncio.Task[None] | None = None  # while there are some to run
 
@@ -110,7 +102,6 @@ class Batches:
             )
 
     async def stop(self) -> None:
-        """Leave what is under way to other processes, or the next start."""
         tasks = [*(run.task for run in self._running.values()), *filter(None, [self._watcher])]
         for task in tasks:
             task.cancel()
@@ -171,7 +162,6 @@ class Batches:
             run.lines.cancel()
 
     async def _work(self, batch: StoredBatch) -> None:
-        """Run a batch from wherever it is to its end."""
         try:
             problems = await self._run_lines_of(batch)
         except Exception as error:  # a fault of ours must not leave a batch without an end
@@ -239,7 +229,6 @@ class Batches:
             reader.close()
 
     async def _run_line(self, batch: StoredBatch, number: int, line: BatchLine, tenant: Tenant) -> int:
-        """Answer a line; return how many bytes the answer has."""
         failed_at, pauses = None, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             async with self.gate:
@@ -257,7 +246,6 @@ class Batches:
         return len(shown)
 
     async def _ask(self, endpoint: str, data: bytes, tenant: Tenant) -> tuple[Call, bytes]:
-        """Return the answered call and its reply's body."""
         body = bytearray()
 
         async def send(message: Message) -> None:
@@ -290,7 +278,7 @@ class Batches:
         last = "failed" if problems else ends.get(before, "failed")
         code, message = _REASONS.get(last, ("", ""))
         own = await self._store.do(lambda own: own)
-        results = await self._lasting_work(lambda: write_results(own, batch, total, code, message))
+        results = await self._until_kept(lambda: asyncio.to_thread(write_results, own, batch, total, code, message))
         fields: dict[str, Any] = {f"{last}_at": int(time.time()), "output_file_id": results.output_file_id}
         fields |= {"error_file_id": results.error_file_id, "answered": [counts.completed, total - counts.completed]}
         if problems:
@@ -313,7 +301,6 @@ class Batches:
         await self._store.do(lambda own: own.files.sweep(own.batches.used_files()))
 
     def _tenant(self, batch: StoredBatch) -> Tenant:
-        """Raises HttpError when its key is not there any more."""
         keys = self._keys()
         tenant = OPEN if keys is None else keys.named(batch.tenant)
         if tenant is None:
@@ -330,9 +317,6 @@ class Batches:
     async def _lasting(self, method: Callable[[FilesAndBatches], _T]) -> _T:
         """Call a method of the store until the disk takes it."""
         return await self._until_kept(lambda: self._store.do(method))
-
-    async def _lasting_work(self, work: Callable[[], _T]) -> _T:
-        return await self._until_kept(lambda: asyncio.to_thread(work))
 
     async def _until_kept(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """The log tells once of all lines that wait, and again when one has been kept."""
@@ -352,7 +336,6 @@ class Batches:
                 return result
 
     async def _find(self, call: Call) -> StoredBatch:
-        """Return the batch that the path names. Raises NotFoundError, also for another key's."""
         name = call.path.removeprefix(f"{PATH}/").partition("/")[0]
         batch: StoredBatch | None = await self._store.read(lambda own: own.batches.find(name, call.tenant.name))
         if batch is None:
@@ -360,7 +343,6 @@ class Batches:
         return batch
 
     async def _tree(self, batch: StoredBatch) -> dict[str, Any]:
-        """Return OpenAI's object of a batch."""
         fields = batch.fields
         if (answered := fields.get("answered")) is None:
             counts = await self._store.read(lambda own: own.batches.counts(batch.id))

@@ -36,35 +36,20 @@ _ROWS_AT_ONCE = 32  # whose numbers are written before the loop has a turn: abou
 Similarity = Callable[[Floats, Floats], Floats]  # (texts, size) of firsts and seconds -> (texts,)
 
 
-def _cosine(firsts: Floats, seconds: Floats) -> Floats:
-    lengths = np.linalg.norm(firsts, axis=1) * np.linalg.norm(seconds, axis=1)
-    scores: Floats = (firsts * seconds).sum(1) / np.maximum(lengths, 1e-12)
-    return scores
-
-
-def _dot(firsts: Floats, seconds: Floats) -> Floats:
-    scores: Floats = (firsts * seconds).sum(1)
-    return scores
-
-
-def _euclidean(firsts: Floats, seconds: Floats) -> Floats:
-    scores: Floats = -np.linalg.norm(firsts - seconds, axis=1)
-    return scores
-
-
-def _manhattan(firsts: Floats, seconds: Floats) -> Floats:
-    scores: Floats = -np.abs(firsts - seconds).sum(1)
-    return scores
-
-
 _SIMILARITIES: dict[str, Similarity] = {
-    "cosine": _cosine, "dot": _dot, "euclidean": _euclidean, "manhattan": _manhattan,
-}  # fmt: skip
+    "cosine": lambda firsts, seconds: (firsts * seconds).sum(1) / np.maximum(_length(firsts) * _length(seconds), 1e-12),
+    "dot": lambda firsts, seconds: (firsts * seconds).sum(1),
+    "euclidean": lambda firsts, seconds: -_length(firsts - seconds),
+    "manhattan": lambda firsts, seconds: -np.abs(firsts - seconds).sum(1),
+}
+
+
+def _length(rows: Floats) -> Floats:
+    lengths: Floats = np.linalg.norm(rows, axis=1)
+    return lengths
 
 
 class Embeddings:
-    """Answers with the embedding models' workers."""
-
     def __init__(self, models: EmbeddingModels) -> None:
         self._models = models
 

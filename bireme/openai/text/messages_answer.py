@@ -27,6 +27,12 @@ from bireme.text.parsers.json_text import SURROGATE
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 SIGNATURE = "unsigned"  # of thoughts: clients want one; whoever sends it back is believed
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b'
+_DELTAS = {
+    "text": b'"text_delta","text":',
+    "thinking": b'"thinking_delta","thinking":',
+    "tool_use": b'"input_json_delta","partial_json":',
+}
 Kind = Literal["", "text", "thinking", "tool_use"]
 
 
@@ -46,7 +52,6 @@ def usage_of(usage: Usage, num_thinking: int) -> dict[str, Any]:
 
 
 def ending(request: MessagesRequest, reason: str, stop_string: str, usage: Usage) -> dict[str, Any]:
-    """Return `stop_reason` and `stop_sequence`."""
     if stop_string in request.stop_sequences:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
     told = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}.get(reason, reason)
@@ -139,7 +144,6 @@ class WholeMessage:
         self.usage, self._num_reasoning = usage, num_reasoning
 
     def json(self) -> bytes:
-        """Return the message; once it has finished."""
         body = {
             "id": new_id("msg"),
             "type": "message",
@@ -190,7 +194,6 @@ class MessageTemplate:
         return self.texts(index, (encode_json(self._blank),)) if text.strip() else b""
 
     def texts(self, index: int, jsons: Iterable[bytes]) -> bytes:
-        """Return an event a piece of text, which comes as JSON."""
         begun = b"" if self._open == "text" else self._begin("text", {"text": ""})
         head, tail = self._head, b"}}" + SUFFIX
         return begun + head + (tail + head).join(jsons) + tail
@@ -206,7 +209,6 @@ class MessageTemplate:
         return self._delta(text)
 
     def last(self, ending: dict[str, Any], usage: Usage, num_reasoning: int) -> bytes:
-        """Return all that follows the last part."""
         fields: dict[str, Any] = {"delta": ending, "usage": usage_of(usage, num_reasoning)}
         if self._request.chat.return_timing:
             fields["bireme"] = timing_json([usage])
@@ -215,18 +217,7 @@ class MessageTemplate:
     def _begin(self, kind: Kind, fields: dict[str, Any]) -> bytes:
         ended = self._end()
         self._open, self._number = kind, self._number + 1
-        delta = {
-            "text": b'"text_delta","text":',
-            "thinking": b'"thinking_delta","thinking":',
-            "tool_use": b'"input_json_delta","partial_json":',
-        }
-        self._head = (
-            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b'
-            % (
-                self._number,
-                delta[kind],
-            )
-        )
+        self._head = _DELTA % (self._number, _DELTAS[kind])
         block = {"index": self._number, "content_block": {"type": kind, **fields}}
         return ended + _event("content_block_start", block)
 
@@ -234,7 +225,6 @@ class MessageTemplate:
         return self._head + encode_json(text) + b"}}" + SUFFIX
 
     def _end(self) -> bytes:
-        """Return what ends the open block, if one is."""
         kind, self._open, self._blank = self._open, "", ""
         if not kind:
             return b""
