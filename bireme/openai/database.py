@@ -94,11 +94,9 @@ class Database:
             return False
 
     def check(self) -> None:
-        """Write something of no consequence. Raises DatabaseError."""
         self.write("PRAGMA user_version=0")
 
     def read(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """Raises DatabaseError."""
         with self._read_lock:
             try:
                 return self._reader.execute(query, values).fetchall()
@@ -137,7 +135,6 @@ class Database:
                 raise self._failure("written", error) from error
 
     def _failure(self, what_for: str, error: sqlite3.Error) -> UnavailableError:
-        """Return what a failed read or write raises; a damaged file is put aside."""
         message = f"the database of {self._what} can't be {what_for} ({error})"
         if isinstance(error, sqlite3.IntegrityError):
             return UnavailableError(message)  # of these values: the database is well
@@ -237,7 +234,6 @@ class Lives:
                     self.has(path.name)
 
     def close(self) -> None:
-        """Harmless when called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -245,8 +241,6 @@ class Lives:
 
 
 class SharedStore:
-    """A database that processes share, whose rows belong to one of them; `close` at the end."""
-
     def __init__(self, path: Path, schema: str, what: str) -> None:
         """Raises DatabaseError when the folder can't be used."""
         self.database = Database(path, schema, what)
@@ -255,7 +249,6 @@ class SharedStore:
         self.process = self._lives.own
 
     def check(self) -> None:
-        """Write something of no consequence. Raises DatabaseError."""
         self.database.check()
 
     def close(self) -> None:

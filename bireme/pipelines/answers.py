@@ -24,8 +24,6 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The form of one request's answer."""
-
     contract: Contract
     extras: frozenset[str]
     num_input_tokens: int
@@ -46,8 +44,6 @@ class AnswerFormat:
 
 
 class RunningSums:
-    """Running sums of one sequence."""
-
     __slots__ = ("logprob", "num_tokens")
 
     def __init__(self) -> None:
@@ -85,8 +81,6 @@ class DeltaResponse:
 
 
 class StreamedDeltas:
-    """Sends a sequence's deltas as they come."""
-
     __slots__ = ("_form", "_send", "_tally")
 
     def __init__(self, send: Send, form: AnswerFormat) -> None:
@@ -124,8 +118,6 @@ class CollectedDeltas:
 
 
 class WholeResponse:
-    """The one response of a request that does not stream."""
-
     is_last = True
 
     def __init__(self, deltas: list[TokenDelta], form: AnswerFormat) -> None:

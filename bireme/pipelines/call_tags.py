@@ -25,8 +25,6 @@ _NUM_KEPT = 64  # sets of tools whose guides are kept
 
 
 class CallTags:
-    """One recipe's."""
-
     def __init__(self, recipe: Recipe, tools: ToolFormat | None, tokenizer: TextTokenizer) -> None:
         """Raises ConfigError where the recipe wants what can't be."""
         self._limits, self._tools = recipe.limits, tools

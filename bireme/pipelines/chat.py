@@ -100,8 +100,6 @@ class Chat:
 
 
 class JsonResponse:
-    """A finished JSON object."""
-
     def __init__(self, data: bytes, is_last: bool = False) -> None:
         self._data, self.is_last = data, is_last
 
@@ -136,8 +134,6 @@ class _TextChunk:
 
 
 class _Sink:
-    """Sends chunks as responses."""
-
     def __init__(self, template: ChunkTemplate, send: Send) -> None:
         self._template, self._send = template, send
 

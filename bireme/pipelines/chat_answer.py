@@ -26,8 +26,6 @@ encode_json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ResponseMeta:
-    """The common fields of all parts of one answer."""
-
     id: str
     model: str
     created: int  # unix time
@@ -99,8 +97,6 @@ class ChatOutput(Protocol):
 
 
 class Choice:
-    """One sequence of an answer."""
-
     def __init__(
         self,
         index: int,
@@ -184,8 +180,6 @@ class _Collected:
 
 
 class WholeAnswer:
-    """Collects a chat.completion."""
-
     def __init__(
         self, heading: ResponseMeta, n: int, has_timing: bool = False, nvext: NvExtReply = NO_NVEXT,
         ids: TokenIds | None = None,

@@ -39,8 +39,6 @@ def _ignore(num_tokens: int) -> None:
 
 
 class ChatService:
-    """Serves one recipe's model."""
-
     def __init__(self, services: Services, tokenizer: TextTokenizer) -> None:
         """Raises ConfigError when the recipe names unknown formats."""
         self.services, self.tokenizer = services, tokenizer
@@ -164,11 +162,7 @@ class ChatService:
         deadline = self._deadline(arrived_at)
         return [
             SequenceRequest(
-                prompt=prompt.ids,
-                sampling=single,
-                options=request.options,
-                deadline=deadline,
-                pictures=pictures,
+                prompt=prompt.ids, sampling=single, options=request.options, deadline=deadline, pictures=pictures
             )
             for single in expand(params)
         ]

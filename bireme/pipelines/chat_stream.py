@@ -101,7 +101,6 @@ class StreamedAnswer:
 
     @property
     def usages(self) -> list[Usage]:
-        """Return the usages of ended choices."""
         return [usage for usage in self._usages if usage is not None]
 
     def text(self, index: int, text: str, logprobs: ShownLogprobs) -> None:
@@ -186,5 +185,4 @@ class StreamedWithIds(StreamedAnswer):
 
 
 def streamed_answer(ids: TokenIds | None, *values: Any) -> StreamedAnswer:
-    """Return an answer of these arguments of StreamedAnswer."""
     return StreamedAnswer(*values) if ids is None else StreamedWithIds(ids, *values)

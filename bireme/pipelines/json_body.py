@@ -72,7 +72,6 @@ def _num_keys(body: bytes) -> int:
 
 
 def param_of(message: str) -> str | None:
-    """Return the field that an error's message begins with."""
     match = _FIELD.match(message)
     return match.group() if match else None
 

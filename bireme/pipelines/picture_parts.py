@@ -44,7 +44,6 @@ def show_result_pictures(messages: list[Message]) -> list[Message]:
 
 
 def _apart(content: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return a result's pictures and its text."""
     if isinstance(content, str):
         return [], content
     pictures = [part for part in content if part["type"] != "text"]
@@ -52,8 +51,6 @@ def _apart(content: str | list[dict[str, Any]]) -> tuple[list[dict[str, Any]], s
 
 
 class PictureCollector:
-    """Collects the pictures of one request."""
-
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
         self.sources: list[PictureSource] = []

@@ -39,8 +39,6 @@ _NUMBERED = re.compile(r"images\[(\d+)\]: ")
 
 @dataclass(frozen=True, slots=True)
 class PictureSource:
-    """A content part that is a picture."""
-
     source: EncodeSource
     where: str  # messages[0].content[1].image_url, for errors
     part: str = "image_url"  # its type in the request

@@ -95,7 +95,6 @@ def _row(tensors: dict[str, Array], spec: ModelSpec) -> dict[str, Array]:
 
 
 def _check_neutral(name: str, array: Array) -> None:
-    """Raises RequestError."""
     if any(item not in (b"", "") for item in array.flat) if array.dtype == np.object_ else array.any():
         value = array.flat[0] if array.size == 1 else f"shape {list(array.shape)}"
         raise RequestError(f"{name}: {_shown(value)}; {_REMEDIES[name]}")
@@ -107,8 +106,6 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The sequence of an answer, and its contents."""
-
     row: int
     sequence: int
     num_input_tokens: int

@@ -28,8 +28,6 @@ from bireme.workers.base import WorkerClient
 
 
 class TextPipeline:
-    """A stage that answers text requests with the deployment's workers."""
-
     spec: ClassVar[ModelSpec]
 
     def __init__(self, workers: WorkerClient | None = None, texts: TextTokenizer | None = None) -> None:

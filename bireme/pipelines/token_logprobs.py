@@ -12,8 +12,6 @@ LOWEST = -9999.0  # JSON has no infinity
 
 
 class TokenTexts:
-    """A cache of the texts of a tokenizer's tokens."""
-
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.is_special = tokenizer.is_special
         self.show = functools.lru_cache(maxsize=65536)(functools.partial(_shown, tokenizer))

@@ -91,8 +91,6 @@ class ProgressResponse:
 
 
 class JsonResult:
-    """The last response."""
-
     is_last = True
     num_bytes = 256  # not its real size: one result a request, within video.max_inline_bytes, is no slow reader
 

@@ -94,7 +94,6 @@ class VideoRequest:
 
 
 def parse_video(data: bytes | str) -> VideoRequest:
-    """Raises RequestError."""
     return check_video(decode_body(data, VideoBody, REFUSED))
 
 

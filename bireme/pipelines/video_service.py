@@ -40,8 +40,6 @@ class VideoWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VideoProgress:
-    """How far a request is."""
-
     queue_position: int = 0
     step: int = 0
     total_steps: int = 0
@@ -133,8 +131,6 @@ class VideoService:
 
 
 class _Attempt:
-    """One worker's messages about a request."""
-
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
         self._progress = VideoProgress()

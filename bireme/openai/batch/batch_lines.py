@@ -45,12 +45,10 @@ class LineReader:
     """Reads lines one after the other; may block on the disk. Blank ones are none, but have a number."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """`max_bytes` of a line. Raises OSError."""
         self._file, self._max_bytes = path.open("rb"), max_bytes
         self.number = 0  # of the line that was read last, from 1
 
     def __iter__(self) -> Iterator[bytes]:
-        """Raises RequestError when a line is too long."""
         while data := self._file.readline(self._max_bytes + 2):
             line = data.rstrip(b"\r\n")
             if len(line) > self._max_bytes:
@@ -98,7 +96,6 @@ def check_lines(
 
 
 def decode_line(data: bytes, endpoint: str, check_model: Callable[[str], object]) -> BatchLine:
-    """Return the line. Raises RequestError, HttpError."""
     line = decode_body(data, BatchLine, {"method": "only POST is served"})
     if line.url != endpoint:
         raise HttpError(400, f"url: {line.url[:80]} is not the batch's endpoint {endpoint}", code="mismatched_endpoint")
@@ -125,13 +122,11 @@ def problem_of(error: Exception, line: int | None) -> dict[str, Any]:
 
 
 def answered_line(batch_id: str, number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Return a line of an output or error file: what a live request would have been answered."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _line(batch_id, number, custom_id, response, None)
 
 
 def refused_line(batch_id: str, number: int, custom_id: str, code: str, message: str) -> bytes:
-    """Return a line of an error file whose request was not made."""
     return _line(batch_id, number, custom_id, None, {"code": code, "message": message})
 
 

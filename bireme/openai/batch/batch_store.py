@@ -46,8 +46,6 @@ _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.decode
 
 
 class StoredBatch(msgspec.Struct, frozen=True):
-    """One row."""
-
     id: str
     tenant: str  # name of the key; "" where no keys are asked for
     status: str
@@ -148,7 +146,6 @@ class BatchStore(SharedStore):
         )  # fmt: skip
 
     def answered(self, batch_id: str) -> set[int]:
-        """Return the numbers of the lines that have an answer."""
         return {row["number"] for row in self.database.read("SELECT number FROM lines WHERE batch = ?", batch_id)}
 
     def counts(self, batch_id: str) -> AnswerCounts:
@@ -166,12 +163,10 @@ class BatchStore(SharedStore):
         return [(row["number"], bool(row["is_ok"]), row["line"]) for row in rows]
 
     def forget_answers(self, batch_id: str) -> None:
-        """Remove the answers; they are in files."""
         self.database.write("DELETE FROM lines WHERE batch = ?", batch_id)
         self.database.change("PRAGMA incremental_vacuum")
 
     def used_files(self) -> frozenset[str]:
-        """Return the inputs of unfinished batches."""
         query = "SELECT DISTINCT input_file_id FROM batches WHERE process IS NOT NULL"
         return frozenset(row["input_file_id"] for row in self.database.read(query))
 

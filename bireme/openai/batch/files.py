@@ -23,7 +23,6 @@ from bireme.pipelines.chat_answer import encode_json
 
 PATH = "/v1/files"
 FORM = (b"multipart/form-data",)
-PURPOSES = ("batch", "batch_output")
 _PART_BYTES = 1 << 20  # each must come within frontend.body_timeout_s
 _SENT_BYTES = 128 << 10  # a part of a reply: a slow client has a minute for each
 _ROUND_BYTES = 64 << 10  # of a form beside its file
@@ -36,7 +35,6 @@ class FilesAndBatches:
     """Both stores, of one folder."""
 
     def __init__(self, folder: Path, config: FrontendConfig) -> None:
-        """Raises DatabaseError."""
         self.files = UploadStore(folder, config.files)
         try:
             self.batches = BatchStore(folder)
@@ -46,7 +44,6 @@ class FilesAndBatches:
         self.databases = (self.files.database, self.batches.database)
 
     def check(self) -> None:
-        """Write something of no consequence. Raises DatabaseError."""
         for database in self.databases:
             database.check()
 
@@ -56,8 +53,6 @@ class FilesAndBatches:
 
 
 class FilesApi:
-    """Answers with what the store has."""
-
     def __init__(self, config: FrontendConfig, store: StoreThread[FilesAndBatches]) -> None:
         self._config, self._store = config, store
 
@@ -141,7 +136,6 @@ class FilesApi:
 
 
 def page_tree(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """Return OpenAI's object of a page."""
     ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": has_more}
 

@@ -16,8 +16,6 @@ from bireme.openai.http.call import Call, Post
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a line may ask for."""
-
     post: Post
     check_model: Callable[[str], object]  # raises HttpError for a model that is not served there
 

@@ -62,8 +62,6 @@ def _refuse_others(
 
 
 class _Part:
-    """One of the two, made with its first line."""
-
     def __init__(self, own: FilesAndBatches, batch: StoredBatch, kind: str) -> None:
         self._own, self._batch, self._kind = own, batch, kind
         self._path: Path | None = None

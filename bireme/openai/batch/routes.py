@@ -44,7 +44,6 @@ class FileRoutes:
         }
 
     def match(self, path: str) -> dict[str, Handler] | None:
-        """Return the handlers of a path that names a file or a batch."""
         files: dict[str, dict[str, Handler]] = {
             "": {"GET": self._files.show, "DELETE": self._files.delete},
             "content": {"GET": self._files.content},
@@ -60,11 +59,9 @@ class FileRoutes:
         return None
 
     def start(self) -> None:
-        """Go on with what other processes have left."""
         if self._is_on and self._is_shared:
             self._batches.start()
 
     async def stop(self) -> None:
-        """Leave what is under way to other processes, or the next start."""
         await self._batches.stop()
         await self.store.close()

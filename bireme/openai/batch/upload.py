@@ -54,7 +54,6 @@ class Upload:
             raise RequestError(f"the form can't be read ({str(error)[:200]}); send multipart/form-data") from error
 
     def close(self) -> None:
-        """Close the file. Harmless when called again."""
         self._file.close()
 
     def check(self) -> str:

@@ -48,8 +48,6 @@ _ABANDONED_S = 3600.0  # a part of an upload that nobody has written to for so l
 
 
 class UploadedFile(msgspec.Struct, frozen=True):
-    """One row."""
-
     id: str
     tenant: str  # name of the key; "" where no keys are asked for
     purpose: str
@@ -59,7 +57,6 @@ class UploadedFile(msgspec.Struct, frozen=True):
     expires_at: int
 
     def shown(self) -> dict[str, Any]:
-        """Return OpenAI's object of a file."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "tenant"}
         return {"object": "file", **fields, "status": "processed", "status_details": None}
 
@@ -68,10 +65,7 @@ _COLUMNS = columns_of(UploadedFile)
 
 
 class UploadStore:
-    """`close` at the end."""
-
     def __init__(self, folder: Path, config: FilesConfig) -> None:
-        """Raises DatabaseError when the folder can't be used."""
         self._config, self._folder = config, folder / "content"
         self.database = Database(folder / FILE, _SCHEMA, "files", beside=[self._folder])  # which only its rows explain
         try:
@@ -81,7 +75,6 @@ class UploadStore:
             raise DatabaseError(f"the folder of files can't be made ({error.strerror})") from error
 
     def new_part(self) -> Path:
-        """Return where content is written before it becomes a file."""
         return self._folder / f"{secrets.token_hex(16)}.part"
 
     def path(self, file: UploadedFile) -> Path:
@@ -185,7 +178,6 @@ class UploadStore:
                 self.database.write("DELETE FROM parts WHERE name = ?", row["name"])
 
     def close(self) -> None:
-        """Harmless when called again."""
         self.database.close()
 
     def _rows(self, condition: str, *values: Any) -> list[UploadedFile]:

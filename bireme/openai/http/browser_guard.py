@@ -23,8 +23,6 @@ _OWN_SITES = (b"", b"same-origin", b"none")
 
 
 class BrowserGuard:
-    """Checks requests that any key would have to allow."""
-
     def __init__(self, bound_to: str, allowed_hosts: Iterable[str]) -> None:
         """`bound_to`: what the port listens on. `allowed_hosts`: names; `.example.com`: and all below."""
         self._bound_to, self._allowed = bound_to.lower(), tuple(host.lower() for host in allowed_hosts)
@@ -32,7 +30,6 @@ class BrowserGuard:
         self._known = {b""}  # Hosts that were right; without one it is no browser
 
     def check(self, call: Call) -> None:
-        """Raises HttpError 403."""
         host = call.header(b"host")
         if host not in self._known:
             self._check_host(host)

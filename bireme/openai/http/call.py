@@ -76,7 +76,6 @@ class Call:
         return self._first.get(name, b"")
 
     def is_repeated(self, name: bytes) -> bool:
-        """Whether several headers have this name."""
         return len(self._first) < len(self.headers) and sum(key == name for key, _ in self.headers) > 1
 
     async def body(self, max_bytes: int, timeout_s: float, kinds: tuple[bytes, ...] = JSON_ONLY) -> bytes:
@@ -194,7 +193,6 @@ class Call:
             await self._put(body, patience)
 
     async def _put(self, message: Message, patience: Patience | None = None) -> None:
-        """Send a message; wait for the client only within limits."""
         if self._cycle is not None and not self._cycle.flow.write_paused:
             await self._send(message)
             return
@@ -209,7 +207,6 @@ class Call:
             sending.cancel()
 
     def drop(self) -> None:
-        """End the connection, with all that the client has not read."""
         drop(self._cycle)
 
     def direct_write(self) -> DirectWrite | None:

@@ -64,8 +64,6 @@ class AtOnce:
 
 
 class _Held:
-    """Stands for a transport and keeps what is written."""
-
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._parts: list[bytes] = []
@@ -102,8 +100,6 @@ def drop(cycle: RequestResponseCycle | None) -> None:
 
 
 class Watch:
-    """Calls back when the client leaves, until it is cancelled."""
-
     def __init__(self, cycle: RequestResponseCycle | None, receive: Any, callback: Callable[[], object]) -> None:
         """After the whole body was received."""
         self.is_gone = False

@@ -61,7 +61,6 @@ class RateLimitError(HttpError):
 
 
 def shutting_down() -> UnavailableError:
-    """The error of requests that the drain timeout ends."""
     return UnavailableError("the server is shutting down; try again")
 
 
@@ -88,14 +87,12 @@ class _Refusal:
 
 
 def reply_of(error: BaseException, request_id: bytes = b"") -> ErrorReply:
-    """Return the reply in OpenAI's form."""
     shown = _refusal_of(error)
     body = {"message": shown.message[:_MAX_MESSAGE], "type": shown.kind, "param": shown.param, "code": shown.code}
     return ErrorReply(shown.status, _encode({"error": body}), shown.headers)
 
 
 def anthropic_reply_of(error: BaseException, request_id: bytes) -> ErrorReply:
-    """Return the reply in Anthropic's form."""
     shown = _refusal_of(error)
     status = _OVERLOADED if shown.status == 503 else shown.status
     message = shown.message

@@ -63,7 +63,6 @@ class EventStream:
         self._put(data)
 
     def end(self, last: bytes = DONE) -> None:
-        """Put the last events."""
         self.is_complete = True
         self._put(last)
 

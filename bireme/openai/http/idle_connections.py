@@ -18,8 +18,6 @@ logger = logging.getLogger("bireme.openai")
 
 
 class Waiting(Protocol):
-    """A connection."""
-
     transport: asyncio.Transport
 
 

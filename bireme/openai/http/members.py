@@ -34,7 +34,6 @@ class Member:
 
     @classmethod
     def parse(cls, text: str) -> Member:
-        """Read NUMBER/COUNT/FOLDER."""
         number, count, folder = text.split("/", 2)
         return cls(int(number), int(count), Path("/", folder))
 

@@ -114,8 +114,6 @@ class _Group:
 
 
 class _MemberProcess:
-    """One member's processes, one after the other."""
-
     def __init__(self, member: Member) -> None:
         self._member = member
         self._process: ChildProcess | None = None
@@ -138,7 +136,6 @@ class _MemberProcess:
         return self._process.pid
 
     def ended(self) -> int | None:
-        """Return the exit code of a process that has ended, None while it runs."""
         assert self._process is not None
         self.has_served = self.has_served or self._member.has_served
         return self._process.exit_code

@@ -16,7 +16,6 @@ class TlsFiles:
     """Both files in PEM; the certificate's with those between it and the authority's."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
-        """Raises ConfigError when they can't be used."""
         self._certificate, self._key = certificate, key
         self.followed = FollowedFiles("tls", (certificate, key), self._check, lambda _: self._load(self.context))
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

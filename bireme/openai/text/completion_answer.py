@@ -17,7 +17,6 @@ from bireme.text.output import TokenDelta
 
 
 def batch_usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """Return OpenAI's `usage` of several prompts with n answers each."""
     parts = [usage_json(usages[at : at + n]) for at in range(0, len(usages), n)]
     total = {name: sum(part[name] for part in parts) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
@@ -37,7 +36,6 @@ class LogprobColumns:
     def show(
         self, entries: Sequence[TokenLogprobs], prompt: Sequence[TokenLogprobs | None] | None = None
     ) -> dict[str, Any]:
-        """Return the columns of new tokens, the prompt's first."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in (*(prompt or ()), *entries):
             token = self._first_token if entry is None else entry[0][0]
@@ -99,8 +97,6 @@ class CompletionTemplate:
 
 
 class StreamedCompletion:
-    """Turns deltas into events."""
-
     def __init__(
         self, template: CompletionTemplate, stream: EventStream, echoes: list[str], columns: list[LogprobColumns] | None
     ) -> None:
@@ -160,8 +156,6 @@ class StreamedCompletion:
 
 
 class WholeCompletion:
-    """Collects deltas."""
-
     def __init__(self, heading: ResponseMeta, echoes: list[str], columns: list[LogprobColumns] | None) -> None:
         self._heading, self._columns = heading, columns
         self._echoes = echoes

@@ -51,7 +51,6 @@ class Conversations:
         self._store, self._max_bytes = store, max_bytes
 
     def match(self, path: str, with_body: Callable[[Post], Handler]) -> dict[str, Handler] | None:
-        """Return the handlers of a path that names a conversation."""
         name, *parts = path.removeprefix(f"{PATH}/").split("/")
         if not all((name, *parts)):
             return None
@@ -124,7 +123,6 @@ class Conversations:
         await call.reply(200, row.response)
 
     async def _too_large(self, call: Call) -> RequestError:
-        """Raises NotFoundError."""
         size = len((await self._named(call)).items)
         return RequestError(
             f"items: the conversation has {size} bytes, with these more than frontend.max_body_bytes, which is"
@@ -163,7 +161,6 @@ def list_json(items: list[Item], *, has_more: bool) -> bytes:
 
 
 def _checked(given: list[Item]) -> list[Item]:
-    """Return items as they are kept. Raises RequestError."""
     if len(given) > _MAX_ITEMS:
         raise RequestError(f"items: {len(given)} items; a request adds {_MAX_ITEMS} at most, send several")
     return listed(checked_items(given, "items"))
@@ -179,7 +176,6 @@ def _name_of(call: Call) -> str:
 
 
 def _place(items: list[Item], name: str) -> int:
-    """Raises NotFoundError."""
     place = next((at for at, item in enumerate(items) if item["id"] == name), None)
     if place is None:
         raise NotFoundError(f"item: {name[:80]} does not exist in this conversation")

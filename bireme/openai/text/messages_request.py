@@ -323,7 +323,6 @@ def _choice(choice: ToolSelection | None) -> ToolChoice:
 
 
 def _functions(body: CountBody, recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the functions that the model is shown."""
     tools = _tools(body.tools or [], recipe)
     definitions = {where: _definition(tool, where) for where, tool in tools.items()}
     known = {function["name"]: function for function in _TOOLS.functions(definitions, recipe.limits)}
@@ -335,14 +334,12 @@ def _functions(body: CountBody, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _tools(given: list[dict[str, Any]], recipe: Recipe) -> dict[str, ToolSpec]:
-    """Return the tools by their places."""
     check_num_tools(len(given), recipe.limits)
     places = {f"tools[{at}]": tool for at, tool in enumerate(given) if not is_left_out(tool.get("type"), recipe)}
     return {where: convert_part(tool, ToolSpec, where, REFUSED) for where, tool in places.items()}
 
 
 def _found(body: CountBody, known: Container[str]) -> list[str]:
-    """Return the names in tool references. Raises RequestError."""
     names = []
     for where, part in _result_parts(body.messages):
         if isinstance(part, ToolReferenceBlock):

@@ -74,7 +74,6 @@ def _usage_json(usage: Usage, num_reasoning: int) -> dict[str, Any]:
 
 
 def failure_json(error: BaseException) -> dict[str, Any]:
-    """Return an error as the response object has it."""
     reply = reply_of(error)
     told = msgspec.json.decode(reply.body)["error"]
     is_callers = _BAD_REQUEST <= reply.status < _SERVER_ERROR
@@ -144,7 +143,6 @@ class ResponseAnswer:
         self.usage: Usage | None = None
 
     def json(self) -> bytes:
-        """Return the response, once it has finished."""
         self._json = self._json or self._form.json(self._status, self.items, self.usage, self._num_reasoning)
         return self._json
 
@@ -155,7 +153,6 @@ class ResponseAnswer:
 
     @property
     def status(self) -> str:
-        """completed or incomplete; empty until it has finished."""
         return self._status
 
     def end(self) -> None:
@@ -164,13 +161,11 @@ class ResponseAnswer:
             self._stream.end(self._events.framed(f"response.{self._status}", b'"response":%b}' % self.json()))
 
     def failed(self, error: BaseException) -> bytes:
-        """Return the response that an error has ended."""
         if self._close is not None:
             self._end_item("incomplete")
         return self._form.json("failed", self.items, error=failure_json(error))
 
     def last_events(self, error: BaseException) -> bytes:
-        """Return what ends the stream with an error."""
         self._begin()  # nothing but comments may have been sent
         rest = b'"response":%b}' % self.failed(error)
         return self._events.framed("response.failed", rest)
@@ -304,7 +299,6 @@ class ResponseAnswer:
             self._stream.chunk(self._events.event("response.output_item.done", output_index=index, item=item))
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        """Put an event of the open item."""
         if self._stream is not None:
             index = len(self.items) - 1
             event = self._events.event(
@@ -318,6 +312,5 @@ def _text_part(text: str, logprobs: ShownLogprobs) -> dict[str, Any]:
 
 
 def _bare(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a token's entry as events have it: without bytes."""
     top = [{"token": item["token"], "logprob": item["logprob"]} for item in entry["top_logprobs"]]
     return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}

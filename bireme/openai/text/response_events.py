@@ -144,8 +144,6 @@ async def tell_events(
 
 
 class _Reader:
-    """Where a reader is, and what comes next."""
-
     def __init__(self, after: int) -> None:
         self.at = after  # number of the last event that it has
         self._is_following = False
@@ -160,7 +158,6 @@ class _Reader:
         return (data + self._end(page), True) if is_last else (data, False)
 
     def _events(self, page: EventPage) -> Iterator[bytes]:
-        """Raises ClientGoneError when the events have begun anew."""
         for last, data in page.chunks:
             first = last + 1 - data.count(b"\n\n")
             if first > self.at + 1 and self._is_following:
@@ -170,7 +167,6 @@ class _Reader:
             self.at = last
 
     def _end(self, page: EventPage) -> bytes:
-        """Return the last event, unless the reader has it."""
         number = self.at + 1 if page.last is None else page.last + 1
         if self.at >= number or page.response is None:
             return b""
@@ -181,5 +177,4 @@ class _Reader:
 
 
 def _without_first(data: bytes, count: int) -> bytes:
-    """Return events without the first ones."""
     return data.split(b"\n\n", count)[count]

@@ -197,7 +197,6 @@ class Conversation:
         return self._pictures.sources
 
     def add(self, items: Sequence[Item], where: str = "input") -> None:
-        """Raises RequestError that names the field."""
         limit = self._limits.max_messages
         if len(items) > limit:
             raise RequestError(f"{where}: {len(items)} items; limits.max_messages is {limit}, send fewer")
@@ -261,7 +260,6 @@ class Conversation:
 
 
 def _thoughts(item: ReasoningItem, where: str) -> str:
-    """Return the reasoning, in whichever form it comes back."""
     if item.content:
         return _texts(item.content, f"{where}.content")
     if item.encrypted_content:

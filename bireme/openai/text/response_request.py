@@ -181,14 +181,12 @@ class ResponseRequest:
     spaced: dict[str, tuple[str, str]]  # the model's name of a function -> its namespace, and its name there
 
     def form(self, heading: ResponseMeta) -> ResponseForm:
-        """Return the response object, but for what its answer adds."""
         shown = self.shown | {"service_tier": self.chat.service_tier}
         return ResponseForm(heading, shown, has_timing=self.chat.return_timing)
 
     def answer(
         self, form: ResponseForm, events: ResponseEvents | None = None, stream: EventStream | None = None
     ) -> ResponseAnswer:
-        """Return what collects the answer, and tells a stream of it, if there is one."""
         return ResponseAnswer(
             form, events, stream, has_summary=self.has_summary, has_sealed=self.has_sealed, spaced=self.spaced
         )
@@ -320,7 +318,6 @@ class _Tools:
 
     @classmethod
     def of(cls, body: ResponseBody, recipe: Recipe) -> _Tools:
-        """Raises RequestError."""
         tools = cls({}, {}, [])
         for at, given in enumerate(body.tools or []):
             where = f"tools[{at}]"

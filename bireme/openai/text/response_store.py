@@ -61,8 +61,6 @@ def response_id() -> str:
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """One row."""
-
     id: str
     tenant: str  # name of the key; "" where no keys are asked for
     previous: str | None
@@ -78,7 +76,6 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether an unfinished one is."""
         return self.request is not None and bool(_decode(self.request, type=_Streamed).stream)
 
     @property
@@ -126,12 +123,10 @@ _ADD_ITEMS = (  # both are JSON lists, and the new one has something in it
 
 
 def _ended(response_id: str, process: str, response: bytes) -> tuple[Any, ...]:
-    """Return the values of _END."""
     return response, len(response), response_id, process
 
 
 def _added(conversation: str, tenant: str, items: bytes) -> tuple[Any, ...]:
-    """Return the values of _ADD_ITEMS."""
     return time.time(), len(items), items, items[1:], conversation, tenant
 
 
@@ -243,7 +238,6 @@ class ResponseStore(SharedStore):
         self.database.write(query, response, response_id, self.process)
 
     def change(self, conversation: str, tenant: str, shown: bytes) -> None:
-        """Replace what a conversation shows of itself."""
         self.database.write(
             "UPDATE responses SET response = ?, used_at = ?, size = ? + LENGTH(items) WHERE id = ? AND tenant = ?",
             shown, time.time(), len(shown), conversation, tenant,

@@ -110,7 +110,6 @@ class StoredResponses:
         return {CONVERSATIONS: {"POST": with_body(self.conversations.create)}} if self.is_on else {}
 
     def match(self, path: str, with_body: Callable[[Post], Handler]) -> dict[str, Handler] | None:
-        """Return the handlers of a path that names a response or a conversation."""
         if path.startswith(f"{CONVERSATIONS}/"):
             return self.conversations.match(path, with_body) if self.is_on else None
         name, _, part = path.removeprefix(f"{PATH}/").partition("/")
@@ -381,7 +380,6 @@ class StoredResponses:
             call.tenant.end()
 
     async def _check_stream(self, row: StoredResponse, after: int) -> None:
-        """Raises RequestError where there are no such events."""
         last = await self.store.read(ResponseStore.last_event, row.id)
         is_to_come = row.process is not None and row.is_streamed
         if last is None and not is_to_come:
@@ -416,7 +414,6 @@ class StoredResponses:
         await call.reply(200, page_json(call, items))
 
     async def _find(self, call: Call) -> StoredResponse:
-        """Return the row that the path names. Raises NotFoundError, also for another key's."""
         name = call.path.removeprefix(f"{PATH}/").partition("/")[0]
         row = None
         if self.is_on and not name.startswith(CONVERSATION):
@@ -431,7 +428,6 @@ def _note_not_added(conversation: str, name: str, error: object) -> None:
 
 
 def _failed(job: _BackgroundJob, answer: ResponseAnswer, error: Exception, began_at: float) -> bytes:
-    """Return the response that an error has ended."""
     is_known = isinstance(error, (BiremeError, HttpError))
     if is_internal(error):
         logger.error("response_failed id=%s error=%s", job.id, error, exc_info=None if is_known else error)

@@ -39,8 +39,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tokenization:
-    """Answers with the models' tokenizers."""
-
     def __init__(self, models: Models) -> None:
         self._models = models
 

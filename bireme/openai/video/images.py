@@ -13,8 +13,6 @@ from bireme.pipelines.video_service import result_tree
 
 
 class Images:
-    """Answers with the video models: a pipeline of videos makes pictures of one frame."""
-
     def __init__(self, models: VideoModels) -> None:
         self._models = models
 

@@ -41,8 +41,6 @@ _OPEN = ("queued", "in_progress")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One row."""
-
     number: int
     id: str
     tenant: str  # name of the key that made it; "" where no keys are asked for
@@ -162,17 +160,13 @@ class JobStore(SharedStore):
 
 
 class FilesAndJobs:
-    """Results and jobs, of one folder."""
-
     def __init__(self, folder: Path, files: FileStore) -> None:
-        """Raises DatabaseError."""
         self.files = files
         self._check_files()
         self.jobs = JobStore(folder)
         self.databases = (self.jobs.database,)
 
     def check(self) -> None:
-        """Write something of no consequence. Raises DatabaseError."""
         self._check_files()
         self.jobs.database.check()
 

@@ -66,8 +66,6 @@ class VideoJobs:
 
 
 class _JobRun:
-    """One job, from its request to its end."""
-
     def __init__(self, model: ServedVideo, request: VideoRequest, tenant: str) -> None:
         self.id = f"video_{uuid.uuid4().hex}"
         self._model, self._request, self._tenant = model, request, tenant

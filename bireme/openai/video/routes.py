@@ -42,7 +42,6 @@ class VideoRoutes:
         }
 
     def match(self, path: str) -> dict[str, Handler] | None:
-        """Return the handlers of a path that names a job or a file."""
         if not list(self._models):
             return None
         if path.startswith(FILES_PATH):
@@ -56,7 +55,6 @@ class VideoRoutes:
         return {"GET": self._videos.show, "DELETE": self._videos.delete}
 
     def is_open(self, path: str) -> bool:
-        """A file's name gives the right to read it."""
         return path.startswith(FILES_PATH)
 
     async def start(self) -> None:

@@ -17,8 +17,6 @@ from bireme.workers.video import VideoWorkers
 
 
 class ServedVideo:
-    """One tritonserver's video model."""
-
     def __init__(self, recipe: Recipe, workers: VideoWorker, files: FileStore, metrics: Registry, url: str) -> None:
         self.recipe, self.workers, self.files = recipe, workers, files
         self.name = recipe.video_name

@@ -29,8 +29,6 @@ _MOST_LISTED = 100
 
 
 class Videos:
-    """Handlers; used on one loop."""
-
     def __init__(self, models: VideoModels, comment_interval_s: float) -> None:
         self._models, self._comment_interval_s = models, comment_interval_s
         self.jobs = VideoJobs()
@@ -198,7 +196,6 @@ def _id_in(path: str) -> str:
 
 
 def _query(call: Call, known: tuple[str, ...]) -> dict[str, str]:
-    """Raises RequestError for unknown parameters."""
     found = dict(urllib.parse.parse_qsl(call.query.decode("ascii", "replace"), keep_blank_values=True))
     for name in found:
         if name not in known:
