@@ -15,13 +15,13 @@ import numpy as np
 
 from bireme.canary_mark import PARAMETER
 from bireme.engines.stub.client import EngineClient
-from bireme.errors import BiremeError, RequestError
+from bireme.errors import RequestError
 from bireme.messages import MALFORMED, EmbedRequest, decode_embed
-from bireme.multimodal.answers import EncodeSink
 from bireme.request import Ids, check_ids, read_tensors, timeout_ms
 from bireme.specs import EMBEDDING, ModelSpec
+from bireme.stages.encoding import run_encode
 from bireme.stages.engine_stage import EngineStage
-from bireme.stages.requests import EngineRun, failure_of, request_id_of
+from bireme.stages.requests import request_id_of
 from bireme.text.embedding_encoder import EmbeddingEncoder
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, Tensors, info_of
@@ -81,20 +81,9 @@ class Embedding(EngineStage[EngineClient]):
         )
 
     async def _embed(self, request: EmbedRequest, request_id: str, cancelled: Cancelled) -> dict[str, Array]:
-        self._names.reserve(request_id)
-        try:
-            engine_run = EngineRun(self._engine)
-            engine_run.submit(request, EncodeSink(engine_run.done))
-            self._names.bind(request_id, engine_run.number)
-            finish = await engine_run.wait(cancelled)
-        finally:
-            self._names.forget(request_id)
-        if finish.reason != "stop":
-            raise failure_of(finish)
-        if finish.encoded is None:
-            raise BiremeError("the engine's answer has no embeddings; run the same build on both sides")
+        embeddings = await run_encode(self._engine, self._names, request, request_id, cancelled)
         return {
-            "embedding": np.frombuffer(finish.encoded, "<f4").reshape(len(request.prompts), -1),
+            "embedding": np.frombuffer(embeddings, "<f4").reshape(len(request.prompts), -1),
             "num_tokens": np.array([len(prompt) // 4 for prompt in request.prompts], np.int32),
         }
 

@@ -1,4 +1,4 @@
-"""Encodes in a stub's own engine, for the stages whose engines may have the vision tower."""
+"""Embeddings of pictures and texts, made in a stub's own engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bireme.errors import BiremeError
-from bireme.messages import Encode, EncodeRequest, Release
+from bireme.messages import EmbedRequest, Encode, EncodeRequest, Release
 from bireme.multimodal.answers import EncodeSink
 from bireme.multimodal.wire import EncodeAnswer, decode_answer
 from bireme.stages.requests import EngineRun, RequestNames, failure_of
@@ -22,15 +22,19 @@ async def run_command(
 ) -> EncodeAnswer:
     """Do what a pipeline says; the answer to a release has no pictures."""
     if isinstance(command, Encode):
-        return await run_encode(engine, names, command.request, request_id, cancelled)
+        return decode_answer(await run_encode(engine, names, command.request, request_id, cancelled))
     engine.release(command.handles)
     return EncodeAnswer(pictures=())
 
 
 async def run_encode(
-    engine: EngineClient, names: RequestNames, request: EncodeRequest, request_id: str, cancelled: Cancelled
-) -> EncodeAnswer:
-    """Return the answer. Raises its error; a client that goes away stops the encode."""
+    engine: EngineClient,
+    names: RequestNames,
+    request: EncodeRequest | EmbedRequest,
+    request_id: str,
+    cancelled: Cancelled,
+) -> bytes:
+    """Return the engine's answer. Raises its error; a client that goes away stops the work."""
     names.reserve(request_id)
     try:
         engine_run = EngineRun(engine)
@@ -44,8 +48,8 @@ async def run_encode(
     if finish.encoded is None:
         raise BiremeError("the engine's answer has no embeddings; run the same build on both sides")
     if cancelled:
-        engine_run.abort()  # nobody will fetch them
-    return decode_answer(finish.encoded)
+        engine_run.abort()  # nobody will fetch pictures' embeddings
+    return finish.encoded
 
 
 def answer_json(answer: EncodeAnswer) -> bytes:
