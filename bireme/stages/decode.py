@@ -36,7 +36,6 @@ class Decode(EngineStage[EngineClient]):
     def __init__(self, engine: EngineClient | None = None, texts: TextTokenizer | None = None) -> None:
         super().__init__(EngineClient, engine)
         self._given_tokenizer = texts  # by tests; else made at start
-        self._bus: TokenBus | None = None
 
     async def start(self, context: StageContext) -> None:
         self._tokenizer = self._given_tokenizer or recipe_tokenizer(context.recipe)
@@ -46,7 +45,7 @@ class Decode(EngineStage[EngineClient]):
         self._bus.start()
 
     async def stop(self) -> None:
-        if self._bus is not None:
+        if hasattr(self, "_bus"):  # else it did not start
             self._bus.stop()
         await super().stop()
 
@@ -65,7 +64,6 @@ class Decode(EngineStage[EngineClient]):
             await self._generate(request, send, cancelled)
 
     async def _serve_bus(self, values: Mapping[str, Any], send: Send, cancelled: Cancelled) -> None:
-        assert self._bus is not None
         verb, consumer = values["subscribe"], values.get("consumer")
         if verb == b"open" and consumer is None:
             await self._bus.subscribe(send, cancelled)
@@ -77,7 +75,6 @@ class Decode(EngineStage[EngineClient]):
             raise RequestError(f"subscribe: {verb[:20]!r}; send open, or keep or close with consumer")
 
     def _command(self, values: Mapping[str, Any]) -> None:
-        assert self._bus is not None
         if "consumer" not in values or "commands" not in values:
             missing = "commands" if "consumer" in values else "consumer"
             raise RequestError(f"{missing}: missing; a command batch needs consumer and commands")
