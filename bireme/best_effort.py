@@ -13,9 +13,7 @@ PRIORITY = 0.0
 QUIET_S = 1.0  # after the last of the others: the next one of a conversation comes soon
 LONGEST_REST_S = 10.0  # a supervisor takes an engine that rests for longer for one that hangs
 _PATIENCE_S = 1.0  # longer than their rest they wait for no prompts: of these there may always be one
-_CHUNK_PARTS = (
-    32  # beside others a step computes this part of its tokens of their prompts: it stays as short as a decode
-)
+_CHUNK_PARTS = 32  # beside others a step takes this part of its tokens from their prompts: it stays short
 
 
 class BestEffortShare:

@@ -238,9 +238,7 @@ class Limits(Settings, frozen=True, kw_only=True):
     max_guide_depth: Positive = 64  # nesting of a guide's JSON
     max_guide_choices: Positive = 1024
     max_stream_buffer_bytes: Positive = 4 << 20  # a slow reader's unsent responses; above it the request is cancelled
-    max_bus_buffer_bytes: Positive = (
-        64 << 20
-    )  # a slow bus consumer's unsent steps; above it the subscription is dropped
+    max_bus_buffer_bytes: Positive = 64 << 20  # a slow bus consumer's unsent steps; above it the subscription ends
     max_concurrent_requests: Positive = 4096  # of a process of a pipeline or frontend; RESOURCE_EXHAUSTED above
     max_messages: Positive = 2048  # of one chat request
     max_tools: NotNegative = 128
@@ -303,9 +301,7 @@ class BusyRule(Settings, frozen=True, kw_only=True):
 class RouterConfig(Settings, frozen=True, kw_only=True):
     """Which workers serve a request: docs/routing.md."""
 
-    mode: RoutingMode | None = (
-        None  # None: kv where a stage has more than one worker; without a choice it costs nothing
-    )
+    mode: RoutingMode | None = None  # None: kv where a stage has more than one worker, else round_robin
     prefill_weight: Duration = 1.0  # price of a KV block that must be computed
     # Price of a block that it must compute before: that delays this request, computing one again also later ones.
     waiting_weight: Duration = 0.5
@@ -316,18 +312,14 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     host_credit: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75  # share of a block's price that host memory saves
     disk_credit: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25  # the same of a block on disk
     temperature: Duration = 0.0  # of the softmax over costs; 0: the lowest cost
-    predicted_ttl_s: PositiveDuration = (
-        5.0  # a prompt's blocks count as held from its placement on, without their event
-    )
+    predicted_ttl_s: PositiveDuration = 5.0  # a placed prompt's blocks count as held, without their event
     approximate_ttl_s: PositiveDuration = 120.0  # the same for workers that send no KV events
     session_ttl_s: PositiveDuration = 300.0  # a session stays with its worker until it has been silent for so long
     max_sessions: Positive = 65_536  # of one router; above it the one silent longest is forgotten
     busy: tuple[BusyRule, ...] = ()  # when all workers are busy, a request is refused with RESOURCE_EXHAUSTED
     # A prompt is computed by decode itself where that takes it less time than the transfer would.
     prefill_ms_per_token: Duration = 0.03  # of decode's time, for a prompt token that it computes
-    transfer_ms: Duration = (
-        4.0  # a hop over prefill and a transfer, whatever their size; 0: every prompt is transferred
-    )
+    transfer_ms: Duration = 4.0  # a hop over prefill and a transfer of any size; 0: every prompt is transferred
     transfer_ms_per_token: Duration = 0.002
     has_model: bool = False  # load the Triton model `router`, for gateways that place requests themselves
 

@@ -39,9 +39,7 @@ class DisaggregatedParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     opaque_state: str = ""  # base64; the engine's own
     engine_state: dict[str, Any] = {}  # the engine's own, plain JSON: TensorRT-LLM's further fields by name
     expires_at: float = 0.0  # Unix time when the exporter frees the KV by itself; 0: the lease tells
-    prompt_digest: str = (
-        ""  # hex SHA-256 of the prompt ids, salt and LoRA: params serve only the prompt they were made for
-    )
+    prompt_digest: str = ""  # hex SHA-256 of prompt ids, salt and LoRA: params serve no other prompt
     is_canary: bool = False  # its transfer is no load
     prefill_ms: float = 0.0
     queue_ms: float = 0.0

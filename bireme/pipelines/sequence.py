@@ -185,9 +185,7 @@ class SequenceRunner:
                     await self._attempt(request, placement)
                     return
                 except (UnavailableError, ResourceExhaustedError) as error:
-                    if placement is not None and self._has_all_tokens(
-                        placement.decode
-                    ):  # all that was lost is word of the end
+                    if placement is not None and self._has_all_tokens(placement.decode):  # only its end was lost
                         self._stream.finish(self._whole(Finish("length", Usage())))
                         return
                     pause_s = self._plan_retry(error)

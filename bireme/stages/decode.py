@@ -29,8 +29,6 @@ from bireme.types import Cancelled, Send, StageContext, Tensors
 
 
 class Decode(EngineStage[EngineClient]):
-    """The stage; its engine runs in a child process."""
-
     spec: ClassVar[ModelSpec] = DECODE
 
     def __init__(self, engine: EngineClient | None = None, texts: TextTokenizer | None = None) -> None:

@@ -28,8 +28,6 @@ from bireme.types import Array, Cancelled, Send, StageContext, TensorResponse, T
 
 
 class Embedding(EngineStage[EngineClient]):
-    """The stage; its engine runs in a child process."""
-
     spec: ClassVar[ModelSpec] = EMBEDDING
 
     def __init__(self, engine: EngineClient | None = None, tokenizer: TextTokenizer | None = None) -> None:

@@ -26,8 +26,6 @@ from bireme.types import Array, Cancelled, Send, TensorResponse, Tensors
 
 
 class MultimodalEncoder(EngineStage[EngineClient]):
-    """The stage; its engine runs in a child process."""
-
     spec: ClassVar[ModelSpec] = MULTIMODAL_ENCODER
 
     def __init__(self, engine: EngineClient | None = None) -> None:

@@ -30,8 +30,6 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class Prefill(EngineStage[EngineClient]):
-    """The stage; its engine runs in a child process."""
-
     spec: ClassVar[ModelSpec] = PREFILL
 
     def __init__(self, engine: EngineClient | None = None, texts: TextTokenizer | None = None) -> None:

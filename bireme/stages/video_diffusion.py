@@ -32,8 +32,6 @@ _NO_ETA = -1.0  # not known yet
 
 
 class VideoDiffusion(EngineStage[VideoClient]):
-    """The stage."""
-
     spec: ClassVar[ModelSpec] = VIDEO_DIFFUSION
 
     def __init__(self, engine: VideoClient | None = None) -> None:

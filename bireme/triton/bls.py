@@ -5,9 +5,8 @@ send: at 32 waiting calls all streams of the model stand still. Hence a bounded 
 which serve.py raises together with thread-pool-size). Decoupled models can't be called: reading their BLS streams while
 sending corrupts the stub's heap within seconds.
 
-Triton never ends a call whose model's stub has died, and both threads are lost with it: ours and the backend's. Ours
-are replaced as far as sends can spare the backend's (BIREME_BLS_SPARE_THREADS). After that only a new stub helps, which
-has a new pool: `is_short` asks serve.py for it.
+Triton never ends a call whose model's stub has died: our thread and the backend's are lost. Ours are replaced as far as
+sends can spare the backend's (BIREME_BLS_SPARE_THREADS). Then only a new stub helps: `is_short` asks serve.py for it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class BlsClient:
 
     @property
     def is_short(self) -> bool:
-        """Whether threads are lost that nothing can replace."""
+        """Whether lost threads can't all be replaced."""
         return self.num_lost > self._pool.num_spares
 
     @property
@@ -62,10 +61,7 @@ class BlsClient:
             raise
 
     def look(self) -> bool:
-        """Count the lost threads, replace what can be replaced, log what is new. Return whether the number is another.
-
-        Called several times a second, by one thread.
-        """
+        """Count and replace lost threads; return whether the number has changed. For one thread, now and then."""
         num_lost = self._pool.count_lost()
         before, self.num_lost = self.num_lost, num_lost
         if num_lost > before:
@@ -75,7 +71,6 @@ class BlsClient:
         return num_lost != before
 
     def close(self) -> None:
-        """Refuse new calls; those under way end when their model answers."""
         self._pool.shutdown()
 
     @property

@@ -20,8 +20,6 @@ logger = logging.getLogger("bireme.triton")
 
 
 class CancelPoller:
-    """Round robin over the open streams; asleep while there are none."""
-
     def __init__(self) -> None:
         self._due: deque[tuple[float, Stream]] = deque()  # by time: every stream waits the same period
         self._wakes = threading.Event()
@@ -38,7 +36,7 @@ class CancelPoller:
             self._wakes.set()
 
     def take_num_cancelled(self) -> int:
-        """Return how many clients were found gone since the last call. One caller only."""
+        """Return how many clients were found gone since the last call, of the only caller."""
         found = self._num_cancelled
         taken, self._num_taken = self._num_taken, found
         return found - taken

@@ -49,7 +49,7 @@ class DaemonThreads(concurrent.futures.Executor):
         return future
 
     def leave(self, future: _Future) -> None:
-        """Note that nobody waits for a call any more."""
+        """Nobody waits for the call any more."""
         with self._lock:
             if future.running():
                 self._left[future] = time.monotonic()

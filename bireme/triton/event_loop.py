@@ -17,8 +17,6 @@ logger = logging.getLogger("bireme.triton")
 
 
 class EventLoop:
-    """Owner of the loop's thread."""
-
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._is_stopping = False
@@ -54,7 +52,6 @@ class EventLoop:
             raise DeadlineExceededError(f"not done within {limit_s} s") from None
 
     def stop(self, limit_s: float) -> None:
-        """Cancel the running tasks, then end the thread."""
         self._is_stopping = True
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -33,7 +33,6 @@ class MetricsPublisher:
         self._thread.start()
 
     def stop(self, limit_s: float) -> None:
-        """Publish what is left and end."""
         self._stops.set()
         self._thread.join(limit_s)
 

@@ -48,7 +48,7 @@ class TritonOutlet:
         self._wanted = wanted  # empty: all
 
     def want(self, outputs: frozenset[str]) -> None:
-        """Leave out outputs that the client did not ask for; empty: it asked for all."""
+        """Send these outputs alone; empty: all."""
         self._wanted = outputs
 
     def send(self, response: Response, is_final: bool) -> None:

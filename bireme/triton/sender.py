@@ -44,12 +44,10 @@ class Sender:
             self._urgent.put(None)
 
     def stop(self) -> None:
-        """Flush what is there, then end."""
         self._stops = True
         self._urgent.put(None)
 
     def join(self, limit_s: float) -> bool:
-        """Return whether the thread has ended."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 

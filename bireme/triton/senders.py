@@ -19,8 +19,6 @@ NUM_SENDERS = 4
 
 
 class Senders:
-    """A fixed set of sender threads."""
-
     def __init__(self, num_threads: int = NUM_SENDERS) -> None:
         self._burst_ends_at = 0.0
         self._senders = [Sender(f"sender-{i}", self._is_burst) for i in range(num_threads)]

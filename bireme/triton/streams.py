@@ -38,8 +38,6 @@ class Outlet(Protocol):
 
 
 class Stream:
-    """Buffer, end and cancellation of one request."""
-
     __slots__ = (
         "_buffer", "_buffered_bytes", "_enqueue", "_error", "_gate", "_has_begun", "_is_closed",
         "_is_decoupled", "_is_dirty", "_is_ended", "_lock", "_max_buffer_bytes", "_on_close", "_outlet",
