@@ -25,8 +25,10 @@ def docstrings_of(path):
 
 
 def prose_of_docstring(text):
-    """Indented lines are examples and tables."""
-    return "\n".join(LIST_MARK.sub("\n\n", line) for line in text.split("\n") if not line.startswith(("  ", "├", "└")))
+    """Less examples and tables."""
+    return "\n".join(
+        LIST_MARK.sub("\n\n", line) for line in text.split("\n") if not line.startswith(("  ", "|", "├", "└"))
+    )
 
 
 def prose_of_page(text):

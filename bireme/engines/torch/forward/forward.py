@@ -11,9 +11,9 @@
 | GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the modules |
 | GPU | the same | any other | `modules`: transformers' own, attention by KernelStep |
 
-`opening.py` makes what the table names. What does not work on a machine is left out, as the log says, and its steps
-take the last row of their model: a decoder of ours that differs from the modules, graphs that can't be made or are
-off. On a GPU without Triton's language all is `modules`, with PagedStep.
+`opening.py` makes what the table names. What does not work on a machine is left out, as the log says: a decoder of ours
+that differs from the modules, graphs that can't be made or are off. Its steps take the last row of their model. On a
+GPU without Triton's language all is `modules`, with PagedStep.
 """
 
 from __future__ import annotations
