@@ -16,6 +16,8 @@ from bireme.kv.routing.active import SentRequest
 from bireme.kv.routing.targets import Target
 from bireme.serving_options import NO_OPTIONS, ServingOptions
 
+ANYBODY: tuple[str, int | None] = ("", None)
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
@@ -24,6 +26,15 @@ class RoutingRequest:
     media: tuple[MediaSpan, ...] = ()
     is_resumed: bool = False  # tokens were delivered: it is not refused, and decode computes its context itself
     has_transfer: bool = True  # False: KV of an earlier attempt did not arrive, so decode computes the prompt
+
+    def wanted(self, stage: str) -> tuple[str, int | None]:
+        """Return the worker and the rank that it names; after its first token it is bound to none."""
+        chosen = self.options.routing
+        if self.is_resumed:
+            return ANYBODY
+        if stage == "prefill":
+            return chosen.prefill_worker, chosen.prefill_dp_rank
+        return chosen.decode_worker, chosen.decode_dp_rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,18 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
-from bireme.config import BusyRule, RouterConfig, RoutingMode, split_worker
+from bireme.config import RouterConfig, RoutingMode, split_worker
 from bireme.discovery.records import WorkerRecord, can_transfer
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.kernels.arrays import Floats, Hashes, Mask
 from bireme.kv.routing.active import NO_BLOCKS, SentRequest
 from bireme.kv.routing.block_uses import BlockUses
 from bireme.kv.routing.placement import (
+    ANYBODY,
     Candidate,
     HashPrompt,
     Holdings,
@@ -69,6 +71,21 @@ class StageChoice:
     reason: str
     hashes: Hashes | None  # of the prompt's full blocks; None: nobody keeps an account of them
     cached_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    prefill: StageChoice | None  # None: decode computes the prompt
+    decode: StageChoice
+    is_short: bool = False  # too short for a transfer
+
+    def placement(self, sent: tuple[tuple[Target, SentRequest], ...] = ()) -> Placement:
+        prefill, decode = self.prefill, self.decode
+        cached_tokens = (prefill or decode).cached_tokens
+        worker, rank = (prefill.target.worker, prefill.target.dp_rank) if prefill is not None else (None, None)
+        return Placement(
+            worker, decode.target.worker, rank, decode.target.dp_rank, decode.reason, self.is_short, cached_tokens, sent
+        )
 
 
 class WorkerRouter:
@@ -133,9 +150,10 @@ class WorkerRouter:
         when all are busy, RequestError for a choice that can't be met.
         """
         now = self._clock()
-        placement, prefill, decode = self._decide(request, avoid, now)
+        decision = self._decide(request, avoid, now)
         if not self._counts_load:
-            return placement
+            return decision.placement()
+        prefill, decode = decision.prefill, decision.decode
         sent = [(decode.target, _sent(decode, request, is_used=True, is_computed=prefill is None))]
         if prefill is not None:
             sent.append((prefill.target, _sent(prefill, request, is_used=False, is_computed=True)))
@@ -144,7 +162,7 @@ class WorkerRouter:
         for choice in (prefill, decode):
             if choice is not None and choice.hashes is not None and self._holdings is not None:
                 self._holdings.predict(choice.target.key, choice.hashes)
-        return _with_sent(placement, tuple(sent))
+        return decision.placement(tuple(sent))
 
     def preview(self, request: RoutingRequest) -> tuple[Placement, list[Candidate]]:
         """Return what `place` would decide now, and all workers with their costs; nothing is counted.
@@ -152,11 +170,11 @@ class WorkerRouter:
         A mode that takes turns has had its turn.
         """
         now = self._clock()
-        placement, prefill, _ = self._decide(request, (), now)
+        decision = self._decide(request, (), now)
         candidates: list[Candidate] = []
         for name, stage in self._stages.items():
-            has_prefill = prefill is not None or not stage.targets
-            hashes = self._hash(request, stage) if stage.targets else None
+            has_prefill = decision.prefill is not None or not stage.targets
+            hashes = self._hash_prompt and self._hash_prompt(request, stage.tokens_per_block)
             held, cached = self._held(stage, request, hashes)
             costs = self._costs(stage, self._prices(name, has_prefill), request, hashes, held, now)
             waiting = stage.waiting_tokens(now)
@@ -168,7 +186,7 @@ class WorkerRouter:
                 )
                 for at, target in enumerate(stage.targets)
             ]  # fmt: skip
-        return placement, candidates
+        return decision.placement(), candidates
 
     def prefilled(self, placement: Placement) -> None:
         """The prompt has been computed, its first token is there."""
@@ -214,52 +232,55 @@ class WorkerRouter:
         for follower in self._followers:
             follower.close()
 
-    def _decide(
-        self, request: RoutingRequest, avoid: Collection[str], now: float
-    ) -> tuple[Placement, StageChoice | None, StageChoice]:
+    def _decide(self, request: RoutingRequest, avoid: Collection[str], now: float) -> Decision:
         """Choose decode first: what it holds says whether prefill is worth its transfer."""
         if self._counts_load:
             for stage in self._stages.values():
                 stage.sync()
         skipped = {*avoid, *self._down(now)}
-        may_transfer = not request.is_resumed and (request.has_transfer or self._must_transfer)
-        prefills, choice = self._stages["prefill"], request.options.routing
-        sources = prefills.allowed(skipped)
-        if not sources.any() and self._must_transfer:
-            sources = prefills.is_ready  # all are down; the caller's pauses wait for their return
-        if self._must_transfer and may_transfer and not sources.any():
-            raise UnavailableError("no prefill worker takes requests now (pipeline.enforce_disaggregation); try again")
-        has_prefill = bool(may_transfer and sources.any())
-        decodes = self._stages["decode"]
-        allowed = next((some for some in map(decodes.allowed, (skipped, avoid, ())) if some.any()), None)
-        if allowed is None:
-            raise UnavailableError("no decode worker takes requests now; try again")
-        is_named = bool(choice.prefill_worker or choice.prefill_dp_rank is not None)
-        if has_prefill and choice.prefill_worker in self._records:
-            reached = allowed & self._reached(self._records[choice.prefill_worker])
-            allowed = reached if reached.any() else allowed
-        decode = self._choose("decode", allowed, request, self._prices("decode", has_prefill), now)
-        prefill: StageChoice | None = None
-        is_short = False
-        if has_prefill:
-            reach = self._reach(decode.target.record)
-            is_short = not choice.prefill_worker and self._is_short(request, decode)
-            if ((sources & reach).any() or is_named) and not is_short:
-                prefill = self._choose("prefill", sources & reach, request, self._prices("prefill", True), now, reach)
-        source = prefill or decode
-        return (
-            Placement(
-                prefill.target.worker if prefill is not None else None,
-                decode.target.worker,
-                prefill.target.dp_rank if prefill is not None else None,
-                decode.target.dp_rank,
-                decode.reason,
-                is_short,
-                source.cached_tokens,
-            ),
-            prefill,
-            decode,
+        sources = self._sources(request, skipped)
+        has_prefill = bool(sources.any())
+        takers = self._takers(request, (skipped, avoid, ()), has_prefill)
+        decode = self._choose("decode", takers, request, self._prices("decode", has_prefill), now)
+        if not has_prefill:
+            return Decision(None, decode)
+        wanted = request.wanted("prefill")
+        if not wanted[0] and self._is_short(request, decode):
+            return Decision(None, decode, is_short=True)
+        reach = self._reach("prefill", decode.target.record)
+        if wanted == ANYBODY and not (sources & reach).any():
+            return Decision(None, decode)
+        return Decision(
+            self._choose("prefill", sources & reach, request, self._prices("prefill", True), now, reach), decode
         )
+
+    def _sources(self, request: RoutingRequest, skipped: Collection[str]) -> Mask:
+        """Return the prefill workers that may compute the prompt; none of them: decode does."""
+        prefills = self._stages["prefill"]
+        if request.is_resumed or not (request.has_transfer or self._must_transfer):
+            return np.zeros_like(prefills.is_ready)
+        sources = prefills.allowed(skipped)
+        if self._must_transfer and not sources.any():
+            sources = prefills.is_ready  # all are down; the caller's pauses wait for their return
+            if not sources.any():
+                raise UnavailableError(
+                    "no prefill worker takes requests now (pipeline.enforce_disaggregation); try again"
+                )
+        return sources
+
+    def _takers(self, request: RoutingRequest, skipped: Sequence[Collection[str]], has_prefill: bool) -> Mask:
+        """Return the decode workers without the first of `skipped` that leaves any.
+
+        If the KV of the prefill worker that the request names gets to some of them, these.
+        """
+        takers = next((some for some in map(self._stages["decode"].allowed, skipped) if some.any()), None)
+        if takers is None:
+            raise UnavailableError("no decode worker takes requests now; try again")
+        prefill, _ = request.wanted("prefill")
+        if not has_prefill or prefill not in self._records:
+            return takers
+        reached = takers & self._reach("decode", self._records[prefill])
+        return reached if reached.any() else takers
 
     def _choose(
         self, name: str, allowed: Mask, request: RoutingRequest, prices: Prices, now: float, reach: Mask | None = None
@@ -268,36 +289,24 @@ class WorkerRouter:
 
         `reach`: those that can do this request's part; None: all can.
         """
-        stage, choice = self._stages[name], request.options.routing
-        mode = self._mode(choice.mode)
-        wanted, rank = (
-            (choice.decode_worker, choice.decode_dp_rank)
-            if name == "decode"
-            else (choice.prefill_worker, choice.prefill_dp_rank)
-        )
-        reason = "only"
-        if (wanted or rank is not None) and not request.is_resumed:
-            allowed, reason = self._named(name, wanted, rank, reach), "direct"
-        elif mode == "direct" and name == "decode" and not request.is_resumed:
-            raise RequestError(
-                "routing.decode_worker: missing; this deployment's clients choose their worker, send one"
-            )
-        if not request.is_resumed and (rules := self._rules(request.options.priority)):
-            allowed = _not_busy(name, stage, allowed, rules, now)
-        hashes = self._hash(request, stage)
+        stage, reason = self._stages[name], ""
+        mode = self._mode(request)
+        if (wanted := request.wanted(name)) != ANYBODY:
+            allowed, reason = self._named(name, *wanted, reach), "direct"
+        allowed = self._not_busy(name, allowed, request, now)
+        hashes = self._hash_prompt and self._hash_prompt(request, stage.tokens_per_block)
         held, cached = self._held(stage, request, hashes)
-        if request.options.session_id and len(stage.targets) > 1:
-            names = [worker for worker, may in zip(stage.workers, allowed, strict=True) if may]
-            worker = self._sessions.worker(request.options.session_id, name, names, now)
-            allowed = allowed & np.array([one == worker for one in stage.workers], bool)
-            reason = "session" if reason == "only" else reason
+        if (session := request.options.session_id) and len(stage.targets) > 1:
+            worker = self._sessions.worker(session, name, compress(stage.workers, allowed), now)
+            allowed = allowed & stage.is_of(worker)
+            reason = reason or "session"
         if np.count_nonzero(allowed) == 1:
             index = int(allowed.argmax())
         else:
-            reason = mode if reason == "only" else reason
+            reason = reason or mode
             index = self._by_mode(mode, name, allowed, request, prices, hashes, held, now)
         known = _cached_tokens(stage, request, cached[index]) if self._holdings is not None else None
-        return StageChoice(stage.targets[index], reason, hashes, known)
+        return StageChoice(stage.targets[index], reason or "only", hashes, known)
 
     def _by_mode(
         self,
@@ -321,59 +330,65 @@ class WorkerRouter:
             pair[draw.sample(np.flatnonzero(allowed).tolist(), 2)] = True
             return draw_cost(stage.requests, pair, stage.blocks, 0.0, draw)
         if mode == "random":
-            return _draw_even(allowed, draw)
+            return int(draw.choice(np.flatnonzero(allowed).tolist()))
         places = np.flatnonzero(allowed)
         self._turns[name] = int(places[np.searchsorted(places, self._turns[name], "right") % len(places)])
         return self._turns[name]
 
-    def _mode(self, wanted: RoutingMode | None) -> RoutingMode:
-        if wanted is None or wanted == self.mode:
-            return self.mode
-        if wanted == "kv" and self._holdings is None:
-            raise RequestError("routing.mode: kv; this deployment does not follow what workers hold (router.mode)")
-        if wanted in ("least_loaded", "power_of_two") and not self._counts_load:
-            raise RequestError(f"routing.mode: {wanted}; this deployment does not follow workers' load (router.mode)")
-        return wanted
+    def _mode(self, request: RoutingRequest) -> RoutingMode:
+        """Return the mode that the request, or else the deployment, chooses."""
+        mode = request.options.routing.mode or self.mode
+        if mode != self.mode:
+            if mode == "kv" and self._holdings is None:
+                raise RequestError("routing.mode: kv; this deployment does not follow what workers hold (router.mode)")
+            if mode in ("least_loaded", "power_of_two") and not self._counts_load:
+                raise RequestError(f"routing.mode: {mode}; this deployment does not follow workers' load (router.mode)")
+        if mode == "direct" and not request.is_resumed and request.wanted("decode") == ANYBODY:
+            raise RequestError(
+                "routing.decode_worker: missing; this deployment's clients choose their worker, send one"
+            )
+        return mode
 
     def _named(self, name: str, worker: str, rank: int | None, reach: Mask | None) -> Mask:
         """Return the workers that a request asks for."""
         stage = self._stages[name]
-        found = np.array(
-            [
-                (not worker or target.worker == worker) and (rank is None or target.key[1] == rank)
-                for target in stage.targets
-            ],
-            bool,
-        )
-        if worker and worker not in stage.workers:
+        found = stage.is_of(worker, rank)
+        ready = found & stage.is_ready
+        able = ready if reach is None else ready & reach
+        if able.any():
+            return able
+        if worker not in ("", *stage.workers):
             known = ", ".join(sorted(set(stage.workers))[:8])
             raise RequestError(f"routing.{name}_worker: no worker {worker[:100]!r}; there are {known or 'none'}")
         if not found.any():
             raise RequestError(f"routing.{name}_dp_rank: {rank}; no such rank of {worker or 'any worker'}")
-        if not (found & stage.is_ready).any():
+        if not ready.any():
             raise UnavailableError(f"routing.{name}_worker: {worker or 'all'} takes no new requests; choose another")
-        found = found & stage.is_ready
-        if reach is None:
-            return found
-        if not (found & reach).any():
-            raise RequestError(
-                f"routing.{name}_worker: the KV of {worker or 'all'} can't get to the decode worker;"
-                " name two on one host, or one of them alone"
+        raise RequestError(
+            f"routing.{name}_worker: the KV of {worker or 'all'} can't get to the decode worker;"
+            " name two on one host, or one of them alone"
+        )
+
+    def _not_busy(self, name: str, allowed: Mask, request: RoutingRequest, now: float) -> Mask:
+        """Return the allowed that are not busy by the request's rules. Raises ResourceExhaustedError when all are."""
+        rules = [rule for rule in self._config.busy if request.options.priority <= rule.up_to_priority]
+        if request.is_resumed or not rules:
+            return allowed
+        busy_s = self._stages[name].busy_s(rules, now)
+        free: Mask = allowed & (busy_s == 0)
+        if not free.any():
+            retry_s = min(max(1, math.ceil(busy_s[allowed].min())), MAX_RETRY_S)
+            raise ResourceExhaustedError(
+                f"{name}: all {np.count_nonzero(allowed)} workers are busy (router.busy); try again in {retry_s} s",
+                retry_after_s=retry_s,
             )
-        return found & reach
+        return free
 
-    def _rules(self, priority: float) -> list[BusyRule]:
-        return [rule for rule in self._config.busy if priority <= rule.up_to_priority]
-
-    def _reach(self, decode: WorkerRecord) -> Mask:
-        """Return the prefill workers whose KV can get to a decode worker."""
-        targets = self._stages["prefill"].targets
-        return np.array([can_transfer(target.record, decode) for target in targets], bool)
-
-    def _reached(self, prefill: WorkerRecord) -> Mask:
-        """Return the decode workers that a prefill worker's KV can get to."""
-        targets = self._stages["decode"].targets
-        return np.array([can_transfer(prefill, target.record) for target in targets], bool)
+    def _reach(self, name: str, other: WorkerRecord) -> Mask:
+        """Return which of a stage's workers can give KV to a worker of the other stage, or take its KV."""
+        records = [target.record for target in self._stages[name].targets]
+        pairs = [(record, other) if name == "prefill" else (other, record) for record in records]
+        return np.array([can_transfer(*pair) for pair in pairs], bool)
 
     def _is_short(self, request: RoutingRequest, decode: StageChoice) -> bool:
         """Whether decode computes what it lacks of the prompt in less of its time than a transfer costs."""
@@ -391,11 +406,6 @@ class WorkerRouter:
             return Prices(config.prefill_weight, config.waiting_weight, config.decode_weight)
         share = config.transfer_ms_per_token / config.prefill_ms_per_token if config.prefill_ms_per_token else 0.0
         return Prices(config.prefill_weight * share, 0.0, config.decode_weight)
-
-    def _hash(self, request: RoutingRequest, stage: StageTargets) -> Hashes | None:
-        if self._hash_prompt is None:
-            return None
-        return self._hash_prompt(request, stage.tokens_per_block)
 
     def _held(self, stage: StageTargets, request: RoutingRequest, hashes: Hashes | None) -> tuple[Floats, Floats]:
         """Return how many of the prompt's blocks each worker holds: lower tiers' at their credit, and in any tier."""
@@ -471,23 +481,6 @@ def draw_cost(costs: Floats, allowed: Mask, ties: Floats, temperature: float, dr
     return int(draw.choice(cheapest.tolist()))
 
 
-def _draw_even(allowed: Mask, draw: random.Random) -> int:
-    return int(draw.choice(np.flatnonzero(allowed).tolist()))
-
-
-def _not_busy(name: str, stage: StageTargets, allowed: Mask, rules: list[BusyRule], now: float) -> Mask:
-    """Return the allowed that are not busy. Raises ResourceExhaustedError when all are."""
-    busy_s = stage.busy_s(rules, now)
-    free: Mask = allowed & (busy_s == 0)
-    if not free.any():
-        retry_s = min(max(1, math.ceil(busy_s[allowed].min())), MAX_RETRY_S)
-        raise ResourceExhaustedError(
-            f"{name}: all {np.count_nonzero(allowed)} workers are busy (router.busy); try again in {retry_s} s",
-            retry_after_s=retry_s,
-        )
-    return free
-
-
 def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_computed: bool) -> SentRequest:
     """Return what a worker is sent: a prompt whose blocks it uses from now on, that it computes, or both."""
     hashes = choice.hashes if choice.hashes is not None else NO_BLOCKS
@@ -505,10 +498,3 @@ def _cached_tokens(stage: StageTargets, request: RoutingRequest, num_blocks: flo
     """Return the tokens that an engine takes from its cache: it computes at least the last one."""
     size = stage.tokens_per_block
     return min(int(num_blocks), (len(request.prompt) - 1) // size) * size
-
-
-def _with_sent(placement: Placement, sent: tuple[tuple[Target, SentRequest], ...]) -> Placement:
-    return Placement(
-        placement.prefill, placement.decode, placement.prefill_dp_rank, placement.decode_dp_rank, placement.reason,
-        placement.is_short, placement.cached_tokens, sent,
-    )  # fmt: skip

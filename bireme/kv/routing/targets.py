@@ -194,6 +194,11 @@ class StageTargets:
         is_free: Mask = np.array([worker not in skipped for worker in self.workers], bool)
         return self.is_ready & is_free
 
+    def is_of(self, worker: str, rank: int | None = None) -> Mask:
+        """Return which are a worker's, or one rank's of it; "" and None: any."""
+        keys = zip(self.workers, self.keys, strict=True)
+        return np.array([worker in ("", name) and rank in (None, key[1]) for name, key in keys], bool)
+
     def busy_s(self, rules: Sequence[BusyRule], now: float) -> Floats:
         """Return for how many seconds each stays beyond a bound of one of the rules; 0: it is within all.
 
