@@ -251,7 +251,7 @@ def test_a_dead_engine_says_so_to_each_that_asks_however_often(make_engine, prof
     harness = make_engine()
     assert harness.ask(max_tokens=4000).has_tokens.wait(30)
     requests = harness.engine._requests
-    [run] = requests._runs.values()
+    [run] = requests._states.values()
     end_worker(harness, monkeypatch)
     assert harness.has_exited.wait(5)
     for asks in (run.result.aresult, run.result.aresult, requests.warm_up):

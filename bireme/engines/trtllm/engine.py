@@ -66,10 +66,10 @@ class TrtllmEngine(EncodeSide):
         loaded, requests = self._loaded, self._requests
         assert loaded is not None and requests is not None, "start first"
         self._check_open(loaded, requests)
-        run = loaded.planner.plan(key, admitted)
+        state = loaded.planner.plan(key, admitted)
         requests.num_submitted += 1
-        requests.num_submitted_tokens += run.num_to_compute
-        self._loop.call_soon_threadsafe(requests.begin, run)
+        requests.num_submitted_tokens += state.num_to_compute
+        self._loop.call_soon_threadsafe(requests.begin, state)
 
     def abort(self, key: RequestKey) -> None:
         assert self._requests is not None, "start first"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bireme.engines.trtllm.run import Run
+from bireme.engines.trtllm.request_state import RequestState
 from bireme.errors import KvTransferError, from_message
 from bireme.messages import Finish, Usage
 from bireme.metrics import Registry
@@ -23,76 +23,76 @@ class TrtllmMetrics:
         self._tokens_per_block = tokens_per_block
         self._unread = Registry()  # of canaries
 
-    def _metrics_of(self, run: Run) -> Registry:
-        return self._unread if run.is_canary else self._metrics
+    def _metrics_of(self, state: RequestState) -> Registry:
+        return self._unread if state.is_canary else self._metrics
 
-    def accepted(self, run: Run) -> None:
-        metrics = self._metrics_of(run)
-        metrics.observe("bireme_prompt_tokens", run.num_prompt)
-        metrics.add("bireme_prompt_tokens_total", run.num_prompt)
+    def accepted(self, state: RequestState) -> None:
+        metrics = self._metrics_of(state)
+        metrics.observe("bireme_prompt_tokens", state.num_prompt)
+        metrics.add("bireme_prompt_tokens_total", state.num_prompt)
 
-    def delivered(self, run: Run, count: int, is_first: bool) -> None:
-        metrics = self._metrics_of(run)
+    def delivered(self, state: RequestState, count: int, is_first: bool) -> None:
+        metrics = self._metrics_of(state)
         metrics.add("bireme_generated_tokens_total", count)
-        if count and run.gap_s:
-            metrics.observe("bireme_inter_token_latency_seconds", run.gap_s)
-        if is_first and not run.request.num_resumed:
-            metrics.observe("bireme_time_to_first_token_seconds", run.first_token_at - run.arrived_at)
+        if count and state.gap_s:
+            metrics.observe("bireme_inter_token_latency_seconds", state.gap_s)
+        if is_first and not state.request.num_resumed:
+            metrics.observe("bireme_time_to_first_token_seconds", state.first_token_at - state.arrived_at)
 
-    def finished(self, run: Run, finish: Finish, now: float) -> None:
+    def finished(self, state: RequestState, finish: Finish, now: float) -> None:
         outcome = finish.error.partition(":")[0] if finish.error else finish.reason
-        metrics = self._metrics_of(run)
-        self._metrics.count_end(outcome, now - run.arrived_at, run.is_canary)
+        metrics = self._metrics_of(state)
+        self._metrics.count_end(outcome, now - state.arrived_at, state.is_canary)
         if finish.usage.queue_ms:  # unknown without return_perf_metrics
             metrics.observe("bireme_queue_seconds", finish.usage.queue_ms / 1e3)
-        metrics.observe("bireme_completion_tokens", run.request.num_resumed + run.num_output)
-        metrics.add("bireme_cached_prompt_tokens_total", finish.usage.cached_tokens if run.params is None else 0)
+        metrics.observe("bireme_completion_tokens", state.request.num_resumed + state.num_output)
+        metrics.add("bireme_cached_prompt_tokens_total", finish.usage.cached_tokens if state.params is None else 0)
         if finish.reason == "cancelled":
             metrics.add("bireme_cancellations_total")
-        if run.params is not None:
-            self._count_transfer(run, finish)
+        if state.params is not None:
+            self._count_transfer(state, finish)
 
-    def _count_transfer(self, run: Run, finish: Finish) -> None:
+    def _count_transfer(self, state: RequestState, finish: Finish) -> None:
         """Count the KV that was moved for a request; how many bytes is known with return_perf_metrics alone."""
-        metrics = self._metrics_of(run)
+        metrics = self._metrics_of(state)
         if isinstance(from_message(finish.error), KvTransferError):
             metrics.add("bireme_kv_transfer_failures_total", 1, "unavailable")
-        elif run.first_token_at:
+        elif state.first_token_at:
             metrics.observe("bireme_kv_transfer_seconds", finish.usage.transfer_ms / 1e3, "import")
-            num_bytes = getattr(getattr(_perf(run.result), "timing_metrics", None), "kv_cache_size", 0)
+            num_bytes = getattr(getattr(_perf(state.result), "timing_metrics", None), "kv_cache_size", 0)
             metrics.add("bireme_kv_transfer_bytes_total", int(num_bytes or 0), "import")
 
-    def usage(self, run: Run, now: float) -> Usage:
-        perf = _perf(run.result)
+    def usage(self, state: RequestState, now: float) -> Usage:
+        perf = _perf(state.result)
         queue_ms = _between(perf, "arrival_time", "first_scheduled_time")
-        first_ms = 1e3 * ((run.first_token_at or now) - run.arrived_at)
+        first_ms = 1e3 * ((state.first_token_at or now) - state.arrived_at)
         usage = Usage(
-            prompt_tokens=run.num_prompt,
-            completion_tokens=run.request.num_resumed + run.num_output,
+            prompt_tokens=state.num_prompt,
+            completion_tokens=state.request.num_resumed + state.num_output,
             queue_ms=queue_ms,
             prefill_ms=max(0.0, first_ms - queue_ms),
-            decode_ms=1e3 * (now - run.first_token_at) if run.first_token_at else 0.0,
+            decode_ms=1e3 * (now - state.first_token_at) if state.first_token_at else 0.0,
             prefill_worker=self._worker,
-            decode_worker="" if run.request.request_type == "context_only" else self._worker,
+            decode_worker="" if state.request.request_type == "context_only" else self._worker,
         )
         speculation = getattr(perf, "speculative_decoding", None)
         usage.drafted_tokens = int(getattr(speculation, "total_draft_tokens", 0) or 0)
         usage.accepted_tokens = int(getattr(speculation, "total_accepted_draft_tokens", 0) or 0)
-        if run.params is None:
-            usage.cached_tokens = self._cached(run, perf)
+        if state.params is None:
+            usage.cached_tokens = self._cached(state, perf)
         else:  # all of the prompt's KV was transferred: what prefill found cached is what was saved
-            usage.cached_tokens = run.params.cached_tokens
-            usage.prefill_worker, usage.prefill_ms = run.params.worker, run.params.prefill_ms
-            usage.queue_ms += run.params.queue_ms
+            usage.cached_tokens = state.params.cached_tokens
+            usage.prefill_worker, usage.prefill_ms = state.params.worker, state.params.prefill_ms
+            usage.queue_ms += state.params.queue_ms
             usage.transfer_ms = _between(perf, "kv_cache_transfer_start", "kv_cache_transfer_end") or first_ms
         return usage
 
-    def _cached(self, run: Run, perf: Any) -> int:
+    def _cached(self, state: RequestState, perf: Any) -> int:
         """Reused prompt tokens; at least one is always computed. Releases before 1.2 tell blocks only."""
-        known = getattr(run.result, "cached_tokens", None)
+        known = getattr(state.result, "cached_tokens", None)
         if not known and (blocks := getattr(getattr(perf, "kv_cache_metrics", None), "num_reused_blocks", 0)):
             known = blocks * self._tokens_per_block
-        return min(int(known or 0), max(0, len(run.call.prompt) - 1))
+        return min(int(known or 0), max(0, len(state.call.prompt) - 1))
 
 
 def _perf(result: Any) -> Any:

@@ -31,7 +31,7 @@ from bireme.engines.torch.weights.checkpoint import choose_dtype, open_checkpoin
 from bireme.engines.trtllm import lifecycle, model_files
 from bireme.engines.trtllm.api import Api
 from bireme.engines.trtllm.encoder import HandleEncoder, check_processes, first_device, make_multimodal_encoder
-from bireme.engines.trtllm.run import GenerateArguments, Run
+from bireme.engines.trtllm.request_state import GenerateArguments, RequestState
 from bireme.errors import BiremeError, RequestError
 from bireme.multimodal.model_config import PictureModel, picture_model
 from bireme.multimodal.mrope import Positions, rope_positions
@@ -39,7 +39,7 @@ from bireme.multimodal.wire import OpenedItem
 
 logger = logging.getLogger("bireme.engines.trtllm")
 _HASH = struct.Struct(">8i")  # 256 bits, as TensorRT-LLM spells a picture's hash
-Ready = Callable[[Run, BiremeError | None], None]
+Ready = Callable[[RequestState, BiremeError | None], None]
 
 
 @dataclass(slots=True)
@@ -107,14 +107,14 @@ class PictureIntake:
             self._store.check(pictures)
         return pictures
 
-    def fetch(self, run: Run, ready: Ready) -> None:
+    def fetch(self, state: RequestState, ready: Ready) -> None:
         """Get the embeddings of its pictures; `ready` is called once, unless the request has ended before."""
-        self._store.fetch(run, ready)
+        self._store.fetch(state, ready)
 
-    def release(self, run: Run) -> None:
+    def release(self, state: RequestState) -> None:
         """Let go of its embeddings: TensorRT-LLM has them, or will not want them."""
-        run.call.shared = []
-        self._store.release(run)
+        state.call.shared = []
+        self._store.release(state)
 
     def complete(self, call: GenerateArguments, pictures: SequencePictures | None = None) -> None:
         """Put a request's pictures into the arguments of generate_async. Raises RequestError."""
@@ -137,12 +137,12 @@ class PictureIntake:
         for name, value in fields.items():
             setattr(params, name, value)
 
-    def check_made(self, run: Run) -> None:
+    def check_made(self, state: RequestState) -> None:
         """Raise BiremeError when TensorRT-LLM has made another prompt of a text than was asked for."""
-        made = getattr(run.result, "prompt_token_ids", None)
-        if run.call.inputs is not None and made is not None and len(made) != len(run.call.prompt):
+        made = getattr(state.result, "prompt_token_ids", None)
+        if state.call.inputs is not None and made is not None and len(made) != len(state.call.prompt):
             raise BiremeError(
-                f"TensorRT-LLM made {len(made)} tokens of a prompt with pictures that has {len(run.call.prompt)};"
+                f"TensorRT-LLM made {len(made)} tokens of a prompt with pictures that has {len(state.call.prompt)};"
                 " serve the model with engine: torch"
             )
 

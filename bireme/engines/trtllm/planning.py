@@ -20,7 +20,7 @@ from bireme.engines.trtllm.arguments import Arguments
 from bireme.engines.trtllm.disaggregation import Claims, RequestIds
 from bireme.engines.trtllm.guides import TrtllmGuides
 from bireme.engines.trtllm.logits import LogitsAdapter, check_processors
-from bireme.engines.trtllm.run import GenerateArguments, Run
+from bireme.engines.trtllm.request_state import GenerateArguments, RequestState
 from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
 from bireme.engines.trtllm.substitutes import Substitutes
 from bireme.errors import RequestError
@@ -68,7 +68,7 @@ class Planner:
         self._claims = Claims()
         self._is_priority_told = False
 
-    def plan(self, key: RequestKey, admitted: AdmittedRequest) -> Run:
+    def plan(self, key: RequestKey, admitted: AdmittedRequest) -> RequestState:
         """Raises RequestError, or NotFoundError for an export that is not there."""
         request, params = admitted.request, admitted.params
         prompt: list[int] = admitted.ids.tolist()  # Python's integers: numpy's are refused
@@ -80,7 +80,7 @@ class Planner:
         call.more = self._more(request, params, kind, admitted.pictures)
         if params is not None:
             self._claims.claim(params)
-        return Run(
+        return RequestState(
             key=key,
             request=request,
             call=call,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.trtllm.metrics import TrtllmMetrics
-from bireme.engines.trtllm.run import GenerateArguments, Run
+from bireme.engines.trtllm.request_state import GenerateArguments, RequestState
 from bireme.errors import KvTransferError, to_message
 from bireme.messages import EngineRequest, Finish, SamplingParams
 from bireme.metrics import Registry
@@ -18,7 +18,7 @@ PARAMS = DisaggregatedParams(worker="prefill", life=1, lease_id=1, generation=1,
 def usage(prompt_tokens=80, cached_tokens=0, **perf):
     """Return the usage of a request whose result has `cached_tokens` and request_perf_metrics."""
     request = EngineRequest(prompt=b"\0" * 4 * prompt_tokens, sampling=SamplingParams(max_tokens=9))
-    run = Run(key=(0, 1), request=request, call=GenerateArguments([1] * prompt_tokens, None), stop_ids=())
+    run = RequestState(key=(0, 1), request=request, call=GenerateArguments([1] * prompt_tokens, None), stop_ids=())
     output = SimpleNamespace(request_perf_metrics=SimpleNamespace(**perf))
     run.result = SimpleNamespace(outputs=[output], cached_tokens=cached_tokens)
     return TrtllmMetrics(Registry("decode"), "decode", tokens_per_block=32).usage(run, run.arrived_at + 1.0)
@@ -43,7 +43,7 @@ def ended(error="", **timing):
     """Return the transfer series of a request whose KV came from a prefill."""
     registry = Registry("decode")
     request = EngineRequest(prompt=b"\0" * 320, sampling=SamplingParams(max_tokens=9), request_type="generation_only")
-    run = Run(key=(0, 1), request=request, call=GenerateArguments([1] * 80, None), stop_ids=(), params=PARAMS)
+    run = RequestState(key=(0, 1), request=request, call=GenerateArguments([1] * 80, None), stop_ids=(), params=PARAMS)
     run.first_token_at = 0.0 if error else run.arrived_at + 1.0
     perf = SimpleNamespace(timing_metrics=SimpleNamespace(**timing)) if timing else None
     run.result = SimpleNamespace(outputs=[SimpleNamespace(request_perf_metrics=perf)], cached_tokens=0)
@@ -73,7 +73,7 @@ def test_kv_that_did_not_arrive_is_a_failed_transfer():
 def test_a_canary_is_counted_apart_from_load():
     registry = Registry("decode")
     request = EngineRequest(prompt=b"\0" * 320, sampling=SamplingParams(max_tokens=2))
-    run = Run(key=(0, 1), request=request, call=GenerateArguments([1] * 80, None), stop_ids=(), is_canary=True)
+    run = RequestState(key=(0, 1), request=request, call=GenerateArguments([1] * 80, None), stop_ids=(), is_canary=True)
     accounts = TrtllmMetrics(registry, "decode", tokens_per_block=32)
     accounts.accepted(run)
     accounts.delivered(run, 2, is_first=True)

@@ -68,7 +68,7 @@ class Cursors:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RequestState:
     """Owned by the event loop's thread once it is started."""
 
     key: RequestKey

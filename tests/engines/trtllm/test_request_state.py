@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from bireme.engines.trtllm.run import Cursor, Cursors, GenerateArguments, Run
+from bireme.engines.trtllm.request_state import Cursor, Cursors, GenerateArguments, RequestState
 from bireme.messages import EngineRequest, SamplingParams
 
 
@@ -23,7 +23,7 @@ def output(tokens, logprobs=(), index=0, finish_reason=None, stop_reason=None):
 
 def run(**fields):
     request = EngineRequest(prompt=b"\0" * 8, sampling=SamplingParams(max_tokens=9, **fields))
-    return Run(key=(0, 1), request=request, call=GenerateArguments([1, 2], None), stop_ids=(99,))
+    return RequestState(key=(0, 1), request=request, call=GenerateArguments([1, 2], None), stop_ids=(99,))
 
 
 def test_a_cumulative_list_is_read_piece_by_piece():
