@@ -25,8 +25,8 @@ from bireme.engines.trtllm.guides import TrtllmGuides
 from bireme.engines.trtllm.iterations import Iterations
 from bireme.engines.trtllm.kv_events import PicturePlaces
 from bireme.engines.trtllm.launchers import drop_launchers
-from bireme.engines.trtllm.model_files import read_facts
-from bireme.engines.trtllm.planning import ModelFacts, Planner
+from bireme.engines.trtllm.model_files import ModelFacts, read_facts
+from bireme.engines.trtllm.planning import Planner
 from bireme.engines.trtllm.series import SeriesRelay
 from bireme.messages import Capacity
 

@@ -6,11 +6,20 @@ Read as JSON, without transformers, whose classes TensorRT-LLM does not share.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bireme.engines.trtllm.planning import ModelFacts
 from bireme.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a request must fit."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_seq_len: int
 
 
 def read_facts(model: str, max_seq_len: int | None) -> ModelFacts:

@@ -7,7 +7,6 @@ refuse (ValueError, TypeError) is the request's fault as well.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from bireme.engines.trtllm.arguments import Arguments
 from bireme.engines.trtllm.disaggregation import Claims, RequestIds
 from bireme.engines.trtllm.guides import TrtllmGuides
 from bireme.engines.trtllm.logits import LogitsAdapter, check_processors
+from bireme.engines.trtllm.model_files import ModelFacts
 from bireme.engines.trtllm.request_state import GenerateArguments, RequestState
 from bireme.engines.trtllm.sampling import sampling_fields, stop_ids
 from bireme.engines.trtllm.substitutes import Substitutes
@@ -34,15 +34,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PRIORITY = 0.5
 logger = logging.getLogger("bireme.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a request must fit."""
-
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    max_seq_len: int
 
 
 class Planner:
