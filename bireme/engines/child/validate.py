@@ -166,10 +166,9 @@ class Gate:
             raise RequestError(
                 f"num_resumed: {request.num_resumed}; max_tokens {granted} counts them, so nothing is left to generate"
             )
-        min_tokens = request.sampling.min_tokens
-        if asked is not None and min_tokens is not None and min_tokens > asked:
-            raise RequestError(f"min_tokens: {min_tokens}; max_tokens is {asked}; lower it")
-        if min_tokens is not None:
+        if (min_tokens := request.sampling.min_tokens) is not None:
+            if asked is not None and min_tokens > asked:
+                raise RequestError(f"min_tokens: {min_tokens}; max_tokens is {asked}; lower it")
             min_tokens = min(min_tokens, granted)
         return msgspec.structs.replace(request.sampling, max_tokens=granted, min_tokens=min_tokens)
 

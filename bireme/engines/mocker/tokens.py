@@ -62,9 +62,9 @@ def printable_ids(folder: str) -> tuple[Ids, int]:
     vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
     special = {int(token) for token in tokenizer.get_added_tokens_decoder()}
     texts = tokenizer.decode_batch([[token] for token in range(vocab_size)], skip_special_tokens=False)
-    ids = [
-        token
-        for token in range(FIRST_ID, vocab_size)
-        if token not in special and texts[token].isascii() and texts[token].isprintable() and texts[token].strip()
-    ]
+    ids = [token for token in range(FIRST_ID, vocab_size) if token not in special and _is_plain(texts[token])]
     return (np.array(ids, np.int32) if len(ids) >= 16 else plain_ids(vocab_size)), vocab_size
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable() and bool(text.strip())
