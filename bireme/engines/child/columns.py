@@ -18,8 +18,6 @@ from bireme.multimodal.answers import seal_outcome
 
 
 class StepEncoder:
-    """Turns an engine's output into frames and keeps the ledger."""
-
     def __init__(self, life: int, ledger: Ledger, key: bytes, worker: str = "") -> None:
         """`worker`: the id by which engines of other servers find this one; "": its name will do."""
         self._life, self._worker = life, worker
@@ -29,7 +27,7 @@ class StepEncoder:
         self._frames: list[bytes] = []
 
     def add(self, number: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
-        """Add one step's output; that of discarded or unknown requests is dropped."""
+        """Output of discarded or unknown requests is dropped."""
         is_rich = any(delta.logprobs is not None or delta.prompt_logprobs is not None for delta in deltas)
         if is_rich:
             self._seal()
@@ -46,7 +44,7 @@ class StepEncoder:
         return frames
 
     def refusal(self, consumer: int, number: int, finish: Finish) -> bytes:
-        """Return the frame that ends a request which the engine never took."""
+        """Of a request that the engine never took."""
         return frame(consumer, encode(Step(self._life, 0, finished={number: finish})))
 
     def _seal(self) -> None:

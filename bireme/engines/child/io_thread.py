@@ -46,11 +46,9 @@ class IoThread:
         self._outbox.put(item)
 
     def send(self, message: Hello | Pong) -> None:
-        """Send the supervisor a message."""
         self.post(frame(CONTROL, encode(message)))
 
     def close(self) -> None:
-        """Send what is queued and end the thread."""
         self._is_closing = True
         self.post(lambda: ())  # so that it looks
         self._thread.join(_LINGER_MS / 1000 + 1)

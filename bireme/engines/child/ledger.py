@@ -10,8 +10,6 @@ from bireme.engines.base import RequestKey
 
 
 class Record:
-    """One request in flight."""
-
     __slots__ = ("digest", "is_discarded")
 
     def __init__(self, digest: str) -> None:

@@ -18,7 +18,7 @@ _SEND_S = 0.2  # for the ends of the requests that have failed
 
 
 def leave_if_lost(worker: str, die: Callable[[int], object] = os._exit) -> None:
-    """End the process, in a moment, if its GPU is lost; called when a pass has failed."""
+    """Call it when a pass has failed."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # only an engine that has it imports it
     if cuda is None or not cuda.is_available():
         return

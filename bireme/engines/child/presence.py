@@ -45,7 +45,6 @@ class Presence:
             self._peers.start()
 
     def publish(self, record: WorkerRecord) -> None:
-        """Let the record be found from now on."""
         is_leaving, record = run_folder.is_draining(self._folder), self._with_state(record)
         if self._registration is not None:
             # A launch that ends takes nothing new from others, while its own pipelines finish what they have.
@@ -54,7 +53,7 @@ class Presence:
         self._records[record.worker], self._told_leaving[record.worker] = record, is_leaving
 
     def look(self) -> None:
-        """Restore records that were deleted, as cleaners of temporary files do; tell whether it drains."""
+        """Restore deleted records; tell whether it drains."""
         for record in list(self._records.values()):
             try:
                 is_leaving = run_folder.is_draining(self._folder)
@@ -68,7 +67,7 @@ class Presence:
                 logger.warning("record_not_restored worker=%s error=%s", record.worker, error)
 
     def find(self, worker: str) -> WorkerRecord:
-        """Return the record of a worker of any server. Raises NotFoundError."""
+        """Raises NotFoundError."""
         name, server = split_worker(worker)
         if server in ("", self.server):
             return run_folder.find(self._folder, name)
@@ -78,7 +77,7 @@ class Presence:
         return record
 
     def close(self) -> None:
-        """Leave the shared store. The run folder's records are the supervisor's to remove."""
+        """Leave the shared store. The supervisor removes the run folder's records."""
         if self._registration is not None:
             self._registration.stop()
         if self._peers is not None:

@@ -68,7 +68,6 @@ class EngineProcess:
         self._began_at = time.monotonic()
 
     def run(self) -> int:
-        """Serve until told to stop; return the exit status."""
         start_log(f"{self._worker} engine")
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
@@ -175,7 +174,6 @@ class EngineProcess:
         return hold
 
     def _make_share(self, recipe: Recipe, entry: WorkerEntry, folder: Path) -> EmbeddingShare | None:
-        """Return None for a model of text alone."""
         from bireme.multimodal.model_config import picture_model
 
         if not entry.kind.needs_model or picture_model(recipe.model_path) is None:
@@ -220,7 +218,6 @@ class EngineProcess:
         return transfer
 
     def _make_publisher(self, recipe: Recipe, entry: WorkerEntry, key: bytes, capacity: Capacity) -> EventPlane | None:
-        """Tell routers what the engine does, if any asks."""
         has_events = recipe.publishes_events
         if stage_of(self._worker) not in ROUTED_STAGES or not (has_events or recipe.has_load_routing):
             return None
@@ -246,7 +243,7 @@ class EngineProcess:
         return plane
 
     def _free_weights(self) -> None:
-        """Have the memory service keep nothing for this worker, if it was put to sleep so."""
+        """If the worker was put to sleep so."""
         folder = run_folder.locate()
         if not run_folder.must_free_weights(folder, self._worker):
             return
@@ -292,12 +289,12 @@ class EngineProcess:
 
 
 def _host_for_others(recipe: Recipe) -> str:
-    """Return by what name or address other hosts reach this one; "": they don't."""
+    """ "": no other host reaches this one."""
     return own_address().rpartition(":")[0] if recipe.discovery.is_shared else ""
 
 
 def _model_path(recipe: Recipe, entry: WorkerEntry) -> str:
-    """The mocker needs no model, only its tokenizer's folder, and that only when it exists."""
+    """The mocker needs its tokenizer's folder alone, if that."""
     if entry.kind.needs_model:
         return recipe.model_path
     try:

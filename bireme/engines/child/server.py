@@ -86,7 +86,7 @@ class _Service:
 
 
 class EngineServer:
-    """Start it first, so that pings are answered during the load; then `open` it or `fail` it; then `close`."""
+    """Start it first: pings are answered during the load. Then `open` or `fail`, then `close`."""
 
     def __init__(self, endpoint: str, life: int, metrics: Registry, own_work: OwnWork | None = None) -> None:
         self._own_work = own_work or OwnWork()
@@ -104,7 +104,7 @@ class EngineServer:
         self._io.start()
 
     def emit(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None:
-        """Take one engine step's output; thread-safe, never blocks."""
+        """Thread-safe, never blocks."""
         self._outputs.put((step, deltas, plain))
         if self.on_change is not None:
             self.on_change()
@@ -116,15 +116,13 @@ class EngineServer:
         self._io.send(Hello(VERSION, self._life, gate.capacity))
 
     def fail(self, error: str) -> None:
-        """Tell the supervisor why this life ended before it was ready."""
         self._io.send(Hello(VERSION, self._life, error=error))
 
     def close(self) -> None:
-        """Send what is queued and end the thread."""
         self._io.close()
 
     def _frames(self) -> Sequence[bytes]:
-        """Return the frames of all steps made so far; on the IO thread."""
+        """On the IO thread."""
         for number, deltas, plain in self._outputs.drain():
             if self._trials.tried is not None:
                 self._trials.see(deltas, plain)
@@ -152,7 +150,7 @@ class EngineServer:
             self._handle(consumer, batch.life, command)
 
     def _salvage(self, consumer: int, payload: memoryview) -> Commands:
-        """Return the sound commands of a malformed batch; refuse those whose number can be read."""
+        """Refuse those whose number can be read."""
         try:
             life, items = msgspec.msgpack.decode(payload)
             batch = Commands(msgspec.convert(life, int), [])
@@ -301,7 +299,6 @@ class EngineServer:
 
 
 def reason_of(error: BaseException) -> Any:
-    """Return the finish reason that goes with an error."""
     if isinstance(error, DeadlineExceededError):
         return "timeout"
     return "cancelled" if isinstance(error, RequestCancelledError) else "error"

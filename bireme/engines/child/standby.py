@@ -22,10 +22,7 @@ logger = logging.getLogger("bireme.engine")
 
 
 def stand_by(worker: str, descriptor: int, prepare: Callable[[str, str, EngineConfig], None]) -> tuple[str, int] | None:
-    """Load libraries (`prepare` does, given engine and model), then wait for a life.
-
-    Return its endpoint and number; None: there is none to begin.
-    """
+    """Load libraries by `prepare`; return the life's endpoint and number, None: there is none to begin."""
     start_log(f"{worker} standby")
     recipe, entry = given_recipe(worker)
     try:

@@ -23,7 +23,7 @@ class StepLog:
         self._ended_at = 0.0
 
     def add(self, began_at: float, ended_at: float, is_first: bool) -> None:
-        """Note one step; `is_first`: the engine was idle before it."""
+        """`is_first`: the engine was idle before it."""
         if self._file < 0:
             return
         since = began_at if is_first or not self._ended_at else self._ended_at

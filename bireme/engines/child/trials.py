@@ -25,7 +25,7 @@ class Trials:
         self.tried: RequestKey | None = None
 
     def add(self, key: RequestKey, start: Callable[[], bool]) -> None:
-        """Have `start` called when it is this request's turn; it returns whether the engine has it."""
+        """`start` is called in its turn; it returns whether the engine has it."""
         self._waiting.append((key, start))
         self._go_on()
 
@@ -36,7 +36,6 @@ class Trials:
         return len(self._waiting) < before
 
     def see(self, deltas: Iterable[StepOutput], plain: PlainTokens | None) -> None:
-        """Look for the tried one's tokens and its end in a step's output."""
         key = self.tried
         if plain is not None:
             self._num_tokens += plain.keys.count(key) if key is not None else 0

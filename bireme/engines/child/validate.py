@@ -33,8 +33,6 @@ _RANGED = tuple((row.name, row) for row in PARAMETERS if row.is_field and row.ha
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What this worker's engine can take."""
-
     stage: str
     capacity: Capacity
     limits: Limits
@@ -44,7 +42,7 @@ class Gate:
     worker: str = ""  # its id among several servers; "": it has one server's workers for company
 
     def admit(self, request: EngineRequest) -> AdmittedRequest:
-        """Check everything that does not need the engine, and open what is sealed. Raises RequestError."""
+        """Raises RequestError."""
         if self.capacity.embedding_size:
             raise RequestError(f"request_type: {request.request_type}; this worker makes embeddings, no tokens")
         if not self.capacity.vocab_size:
@@ -64,7 +62,7 @@ class Gate:
         return AdmittedRequest(request, ids, params, pictures, digest, is_canary(options.cache_salt))
 
     def admit_texts(self, request: EmbedRequest) -> AdmittedTexts:
-        """Check what is to become embeddings. Raises RequestError."""
+        """Raises RequestError."""
         size = self.capacity.embedding_size
         if not size:
             raise RequestError("prompts: this worker makes no embeddings, send them to an embedding worker")
@@ -89,14 +87,13 @@ class Gate:
         return ids
 
     def check_encode(self, timeout_ms: int = 0) -> None:
-        """Raise RequestError for pictures that this worker does not take."""
+        """Raises RequestError."""
         if not self.capacity.encodes_images:
             raise RequestError("images: this worker has no vision tower, send them to the encoder")
         if timeout_ms < 0:
             raise RequestError(f"timeout_ms: {timeout_ms}; 0 (none) or more")
 
     def _prompt_ids(self, request: EngineRequest) -> npt.NDArray[np.int32]:
-        """Return the prompt's ids, resumed ones included."""
         if len(request.prompt) % 4:
             raise RequestError(f"prompt: {len(request.prompt)} bytes; int32 ids take a multiple of 4")
         ids = np.frombuffer(request.prompt, "<i4")
@@ -142,7 +139,7 @@ class Gate:
             raise RequestError(f"lora_name: no adapter {options.lora_name[:100]!r}; this worker has {known}")
 
     def _open_pictures(self, request: EngineRequest, prompt: npt.NDArray[np.int32]) -> tuple[OpenedItem, ...]:
-        """Return the pictures, checked against the prompt, with their handles opened."""
+        """Checked against the prompt, with their handles opened."""
         placeholder = self.capacity.image_token_id
         if placeholder is None:
             if request.multimodal is not None:
@@ -222,7 +219,7 @@ def _check_places(items: tuple[OpenedItem, ...], is_placeholder: npt.NDArray[np.
 
 
 def check_sampling(params: SamplingParams, vocab_size: int, limits: Limits) -> None:
-    """Check every value on its own. Raises RequestError naming value and limit."""
+    """Raises RequestError naming value and limit."""
     if params.n != 1:
         raise RequestError(f"n: {params.n}; an engine runs one sequence a request, the entry expands n")
     for name, row in _RANGED:

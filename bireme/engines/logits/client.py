@@ -66,7 +66,7 @@ class LogitsClient:
         return child.process.pid if child else 0
 
     def submit(self, job: LogitsJob) -> Future[bytes]:
-        """Queue a job; its future gives float32 bytes or an error of ours. Raises ResourceExhaustedError."""
+        """The future gives float32 bytes or an error of ours. Raises ResourceExhaustedError."""
         future: Future[bytes] = Future()
         with self._lock:
             if self._is_stopped:
@@ -84,7 +84,7 @@ class LogitsClient:
         return future
 
     def stop(self) -> None:
-        """End the child; what waits ends with UNAVAILABLE. May be called again."""
+        """What waits ends with UNAVAILABLE. May be called again."""
         with self._lock:
             self._is_stopped = True
             thread = self._thread
@@ -137,7 +137,7 @@ class LogitsClient:
             future.set_result(result)
 
     def _exchange(self, job: LogitsJob) -> bytes:
-        """Return the child's answer. Raises errors.py; after a missing answer the child is gone."""
+        """Raises errors.py; after a missing answer the child is gone."""
         if self._stop.is_set():
             raise UnavailableError(_STOPPED)
         child = self._child or self._start_child()
@@ -198,7 +198,7 @@ class LogitsClient:
 
 
 class _Child:
-    """One process; made and used by the client's thread, killed from any."""
+    """Made and used by the client's thread, killed from any."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
@@ -223,7 +223,7 @@ class _Child:
         return frames.receive_answer(self._channel)
 
     def end(self) -> str:
-        """Reap it; a child that has ended already keeps its own exit status."""
+        """A child that has ended already keeps its own exit status."""
         self._channel.close()
         self.process.wait(0.2)
         return describe_exit(self.process.reap())

@@ -14,7 +14,7 @@ _MAX_FRAME_BYTES = 8 << 30  # more means a corrupt stream
 
 
 class LogitsReply(msgspec.Struct, frozen=True):
-    """The child's answer: logits, or an error in its wire form. The first one is empty: it is ready."""
+    """Logits, or an error in its wire form. The first one is empty: the child is ready."""
 
     logits: bytes = b""
     error: str = ""

@@ -54,9 +54,9 @@ class WeightsHold:
         self._is_closed = threading.Event()
 
     def attach(self, wait_s: float) -> tuple[Granted, tuple[int, ...]]:
-        """Return whether to map (with the descriptors, which the hold keeps) or to fill.
+        """Return whether to map (with descriptors, which the hold keeps) or to fill. Waits while another engine fills.
 
-        Waits so long while another engine fills. Raises UnavailableError with the reason why neither can be.
+        Raises UnavailableError with the reason why neither can be.
         """
         try:
             granted, self._descriptors = self._attach(time.monotonic() + wait_s)
@@ -70,7 +70,7 @@ class WeightsHold:
         return granted, self._descriptors
 
     def publish(self, descriptors: tuple[int, ...], num_bytes: int, load_s: float) -> None:
-        """Hand filled memory and its table over; both are the hold's from now on. Raises UnavailableError."""
+        """Both are the hold's from now on. Raises UnavailableError."""
         self._descriptors, self._published = descriptors, Publish(num_bytes, load_s)
         assert self._link is not None, "attach first"
         try:
@@ -79,7 +79,7 @@ class WeightsHold:
             raise UnavailableError(f"the memory service has ended: {error}") from error
 
     def keep(self, on_count: Callable[[int], None]) -> None:
-        """From now on hold the weights, with this service or the next; `on_count`: how many engines have them."""
+        """`on_count`: how many engines have the weights, of this service or the next."""
         threading.Thread(target=self._keep, args=(on_count,), name="memory-hold", daemon=True).start()
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class WeightsHold:
                     self._offer()
 
     def _offer(self) -> None:
-        """HoldWeights to the next service, with this engine's copy if that has none."""
+        """With this engine's copy if that service has none."""
         with contextlib.suppress(OSError, UnavailableError):  # not yet there: the next turn tries again
             assert self._link is not None
             self._link.close()
@@ -133,7 +133,7 @@ class WeightsHold:
 
 
 def forget(run_dir: Path, key: bytes, worker: str) -> int:
-    """Have the service keep nothing for a worker; return the bytes freed. Raises UnavailableError."""
+    """Return the bytes freed. Raises UnavailableError."""
     try:
         with connect(run_dir) as link:
             challenge, _ = _expect(link, Challenge)

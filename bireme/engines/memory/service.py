@@ -57,8 +57,6 @@ _LOOK_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class _Weights:
-    """What engines have put here, or are about to."""
-
     descriptors: tuple[int, ...] = ()  # none yet: `filler` is at it
     num_bytes: int = 0
     load_s: float = 0.0
@@ -151,7 +149,7 @@ class MemoryService:
                     self._links.discard(link)
 
     def _shake_hands(self, link: socket.socket) -> HoldWeights | Forget:
-        """Return what is asked for by one who knows the key. Raises UnavailableError, OSError."""
+        """Raises UnavailableError, OSError."""
         link.settimeout(_HANDSHAKE_S)
         nonce = secrets.token_bytes(NONCE_BYTES)
         send(link, Challenge(nonce))
@@ -164,7 +162,6 @@ class MemoryService:
         return asked
 
     def _hold(self, link: socket.socket, attach: HoldWeights) -> None:
-        """Serve an engine until its connection ends."""
         self._forget(attach.worker, but=attach.weights)
         proof = prove(self._key, "service", attach.nonce)
         weights = self._wait_turn(link, attach, proof)
@@ -192,7 +189,7 @@ class MemoryService:
             )
 
     def _wait_turn(self, link: socket.socket, attach: HoldWeights, proof: bytes) -> _Weights:
-        """Return the weights, once they are there or it is this engine's turn to fill them."""
+        """Return the weights once they are there, or it is this engine's turn to fill them."""
         has_said = False
         while True:
             with self._changed:
@@ -228,13 +225,13 @@ class MemoryService:
         logger.info("weights_kept worker=%s bytes=%d load_s=%.1f", attach.worker, packet.num_bytes, packet.load_s)
 
     def _tell(self, weights: _Weights, but: socket.socket | None = None) -> None:
-        """Say to the engines how many they are; `but` has not been told yet that it is one."""
+        """`but`: has not been told yet that it is one."""
         for link in weights.links.keys() - {but}:
             with contextlib.suppress(OSError):  # it is ending
                 send(link, Holders(len(weights.links)), waits=False)
 
     def _forget(self, worker: str, but: str = "") -> int:
-        """Free what this worker alone has used, but for the weights named; return how many bytes."""
+        """But for the weights named; return how many bytes."""
         with self._changed:
             for name, weights in self._kept.items():
                 if name != but:
@@ -245,7 +242,7 @@ class MemoryService:
         return freed
 
     def _forget_sleepers(self) -> None:
-        """Keep nothing for workers that sleep, their engines having ended, and are to have their weights freed."""
+        """Of those whose engines have ended, and which are to have their weights freed."""
         with self._changed:
             workers = {worker for weights in self._kept.values() for worker in weights.workers}
             workers -= {worker for weights in self._kept.values() for worker in weights.links.values()}
@@ -254,7 +251,7 @@ class MemoryService:
                 self._forget(worker)
 
     def _free_unused(self) -> int:
-        """Free what no worker will ask for again and no engine has; return how many bytes."""
+        """Return how many bytes."""
         unused = [
             name
             for name, weights in self._kept.items()
@@ -266,7 +263,6 @@ class MemoryService:
         return sum(weights.num_bytes for weights in freed)
 
     def _receive(self, link: socket.socket) -> Packet:
-        """Return a packet that has no business with descriptors."""
         packet, descriptors = receive(link)
         close_all(descriptors)
         return packet

@@ -44,7 +44,7 @@ class HoldWeights(msgspec.Struct, frozen=True, tag="a"):
 
 
 class Forget(msgspec.Struct, frozen=True, tag="f"):
-    """Keep nothing for a worker any more: what no other one has used is freed."""
+    """What no other one has used is freed."""
 
     worker: str
     nonce: bytes
@@ -89,7 +89,7 @@ def new_socket() -> socket.socket:
 
 
 def prove(key: bytes, side: Literal["engine", "service"], nonce: bytes) -> bytes:
-    """Return what only a holder of the deployment's key can make of the other side's nonce."""
+    """By the deployment's key, of the other side's nonce."""
     return hmac.digest(key, b"bireme memory service " + side.encode() + nonce, "sha256")
 
 

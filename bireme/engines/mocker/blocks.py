@@ -23,7 +23,7 @@ _LONG_BLOCKS, _NUM_RECENT = 32, 16  # prompts of so many blocks are remembered, 
 
 @dataclass(frozen=True, slots=True)
 class BlockContent:
-    """What a request's blocks hold, as far as it is known, and whose they are."""
+    """As far as it is known."""
 
     tokens: bytes  # int32 little endian
     keys: list[bytes]  # of the full blocks, chained
@@ -76,7 +76,7 @@ class MockBlockPool:
     def content(
         self, tokens: bytes, lora_name: str, cache_salt: str, known: BlockContent | None = None
     ) -> BlockContent:
-        """Return the content of blocks with these tokens. `known`: of a part of them, from the start."""
+        """`known`: of a part of them, from the start."""
         if not self.is_reusing:
             return BlockContent(tokens, [], lora_name, cache_salt)
         size, root = 4 * self.tokens_per_block, f"{cache_salt}\0{lora_name}".encode()
@@ -99,14 +99,14 @@ class MockBlockPool:
         return content
 
     def is_computing(self, keys: list[bytes], max_hits: int) -> bool:
-        """Return whether the first block that is not held is being computed: its prompt need not be computed twice."""
+        """Then its prompt need not be computed twice."""
         if not self._computing:
             return False
         num_held = self._num_held(keys, max_hits)
         return num_held < min(len(keys), max_hits) and keys[num_held] in self._computing
 
     def begin(self, holding: Holding, content: BlockContent) -> None:
-        """The prompt's blocks that are not shared are being computed, until `publish` or `free`."""
+        """Until `publish` or `free`."""
         holding.computing = content.keys[holding.num_shared :]
         self._computing.update(holding.computing)
 
@@ -118,7 +118,7 @@ class MockBlockPool:
         holding.computing = []
 
     def allocate(self, keys: list[bytes], num_tokens: int, max_hits: int) -> Holding | None:
-        """Take blocks for `num_tokens`, the first ones by content where they are held; None: no room now."""
+        """The first ones by content where they are held; None: no room now."""
         uses = self._uses
         num_shared = self._num_held(keys, max_hits)
         num_revived = num_shared
@@ -134,7 +134,7 @@ class MockBlockPool:
         return Holding(keys, num_shared, needed)
 
     def publish(self, holding: Holding, content: BlockContent) -> None:
-        """Offer computed blocks to others; one that another request published first is shared."""
+        """One that another request published first is shared."""
         self._computed(holding)
         first, keys = holding.num_shared, content.keys
         if self._events is not None:
@@ -148,7 +148,7 @@ class MockBlockPool:
             holding.keys, holding.num_shared = keys, len(keys)
 
     def free(self, holding: Holding) -> None:
-        """Give everything back; blocks with known content stay for reuse, the prompt's start longest."""
+        """Known content stays for reuse, the prompt's start longest."""
         self._computed(holding)
         self._num_sharing -= holding.num_shared > 0
         if self._num_sharing:
@@ -159,14 +159,14 @@ class MockBlockPool:
         holding.num_shared = holding.num_private = 0
 
     def _num_held(self, keys: list[bytes], limit: int) -> int:
-        """Return how many of the first `limit` blocks are held: those before the first that is not."""
+        """Before the first that is not held."""
         uses, cached = self._uses, self._cached
         return bisect.bisect_left(
             keys, True, 0, min(len(keys), limit), key=lambda key: key not in uses and key not in cached
         )
 
     def _use(self, keys: list[bytes], count: int) -> None:
-        """Take the first `count` blocks into use, from the last to the first that is in use already."""
+        """From the last to the first that is in use already."""
         for at in range(count - 1, -1, -1):
             key = keys[at]
             self._uses[key] = num_uses = self._uses.get(key, 0) + 1
@@ -194,7 +194,7 @@ class MockBlockPool:
                 self._events.removed(self._event_hashes.pop(key))
 
     def _record(self, content: BlockContent, first: int) -> None:
-        """Tell of blocks from `first` on that nobody holds yet, in runs of consecutive ones."""
+        """Those that nobody holds yet, in runs of consecutive ones."""
         assert self._events is not None
         size, seed = 4 * self.tokens_per_block, hashing.event_seed(content.lora_name, content.cache_salt)
         parent = self._event_hashes[content.keys[first - 1]] if first else None

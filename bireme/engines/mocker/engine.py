@@ -178,7 +178,6 @@ class MockEngine:
                 self._fail_all(error)
 
     def _turn(self) -> None:
-        """One round: take the inbox, admit, and run a step if anything can run."""
         self._take_inbox()
         now = time.monotonic()
         self._expire(now)
@@ -192,9 +191,7 @@ class MockEngine:
         self._wait(wakes_at)
 
     def _plan(self, now: float) -> tuple[list[MockSequence], list[MockSequence], float]:
-        """Admit; return those that decode in the next step, those whose prompts are worked on, and when to plan again
-        if there are none.
-        """
+        """Admit; return those that decode, those that prefill, and when to plan again if there are none."""
         share, running, waiting = self._best_effort, self._running, self._waiting
         self._admit(is_best_effort=False)
         decoding, prefilling, own = self._active()
@@ -214,7 +211,7 @@ class MockEngine:
         return decoding + own_decoding, prefilling + own_prefilling, math.inf
 
     def _active(self) -> tuple[list[MockSequence], list[MockSequence], list[MockSequence]]:
-        """Return those that decode, those whose prompts are worked on, and apart from them all best-effort ones."""
+        """Best-effort ones are apart, in the last list."""
         decode, prefill = MockSequenceStatus.DECODE, MockSequenceStatus.PREFILL
         decoding: list[MockSequence] = []
         prefilling: list[MockSequence] = []
@@ -236,7 +233,7 @@ class MockEngine:
                 action()
 
     def _wait(self, wakes_at: float) -> None:
-        """Sleep until something comes in, until then, or while there are requests until deadlines are looked at."""
+        """While there are requests, no longer than until deadlines are looked at."""
         longest_s = max(0.0, min(_POLL_S, wakes_at - time.monotonic()))
         try:
             action = self._inbox.get(timeout=longest_s if self._waiting or self._running else None)
@@ -292,10 +289,7 @@ class MockEngine:
             self._end(one, "timeout", DeadlineExceededError(text))
 
     def _admit(self, is_best_effort: bool) -> None:
-        """Admit this kind by rank while batch and blocks have room; the first that does not fit stops the queue.
-
-        One whose prompt's beginning is being computed waits until it can share it, and is passed by.
-        """
+        """The first that does not fit stops the queue; one that can share a beginning under way is passed by."""
         at = 0
         while at < len(self._waiting) and len(self._running) < self._max_batch_size:
             one = self._waiting[at]
@@ -347,7 +341,6 @@ class MockEngine:
             one.lease.is_canary = one.is_canary
 
     def _unlease(self, key: RequestKey, holding: Holding) -> None:
-        """The transfer has released a lease."""
         self._leases.pop(key, None)
         self._pool.free(holding)
 
@@ -416,7 +409,7 @@ class MockEngine:
         self._step_log.add(began, ended, is_first)
 
     def _prefill(self, prefilling: list[MockSequence], budget: int) -> tuple[float, list[MockSequence]]:
-        """Work on prompts within the token budget; return the time it takes and those that are complete."""
+        """Within the token budget; return the time it takes and those that are complete."""
         seconds, complete = 0.0, []
         best_effort = self._best_effort.most_prompt_tokens(self._began_at, self._max_num_tokens)
         for one in prefilling:
@@ -436,7 +429,6 @@ class MockEngine:
         return seconds, complete
 
     def _deliver(self, one: MockSequence, tokens: list[int]) -> StepOutput:
-        """Return the delta of new tokens, with the end if one of them is the last."""
         is_first = one.num_generated == one.request.num_resumed
         delta = StepOutput(one.key)
         for token in tokens:
@@ -470,10 +462,7 @@ class MockEngine:
                 self._release(one)
 
     def _export(self, one: MockSequence, delta: StepOutput) -> None:
-        """Hand a context_only request over: its rows stay until the lease ends.
-
-        Where its one token is the last, decode needs no KV and none is exported.
-        """
+        """Its rows stay until the lease ends. Where its one token is the last, none is exported."""
         assert one.lease is not None
         usage = one.usage(self._context.worker)
         first = tuple(delta.tokens)
@@ -510,7 +499,7 @@ class MockEngine:
         self._emit(self._step, [StepOutput(one.key, finish=finish)])
 
     def _release(self, one: MockSequence) -> None:
-        """Remove the request from the batch and free its blocks; leased ones are freed with the lease."""
+        """Its leased blocks are freed with the lease."""
         self._offer_answer(one)
         one.state = MockSequenceStatus.ENDED
         self._running.pop(one.key, None)
@@ -524,7 +513,7 @@ class MockEngine:
             one.holding = None
 
     def _offer_answer(self, one: MockSequence) -> None:
-        """Offer the blocks that the answer has filled: a conversation's next prompt goes on from them."""
+        """A conversation's next prompt goes on from them."""
         size = self._pool.tokens_per_block
         num_computed = one.num_prompt - one.request.num_resumed + one.num_generated - 1
         if one.state is not MockSequenceStatus.DECODE or one.holding is None or one.content is None:

@@ -50,9 +50,7 @@ class MockMetrics:
             self._metrics.add("bireme_cancellations_total")
 
     def gaps(self, decoding: list[MockSequence], before: float, now: float) -> None:
-        """All got a token now; those in the step before, which ended at `before`, also then, but for those that rest
-        at times.
-        """
+        """Those in the step before, which ended at `before`, got one then, but for those that rest."""
         if self._canaries:
             decoding = [one for one in decoding if not one.is_canary]
             self._canaries -= self._ended_canaries

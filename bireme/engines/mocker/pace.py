@@ -28,10 +28,7 @@ class Pace:
         return not self._due_at
 
     def sharpen(self, step_ms: float) -> None:
-        """Let this thread wake on time: the kernel's default slack of 50 us shows in every step.
-
-        Without a pace, or with one CPU, a real-time thread would starve the others.
-        """
+        """The kernel's slack of 50 us shows in every step. Without a pace or on one CPU real time starves others."""
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
         if step_ms > 0 and len(os.sched_getaffinity(0)) > 1:
             with contextlib.suppress(PermissionError):
@@ -41,7 +38,7 @@ class Pace:
         self._due_at = 0.0
 
     def step(self, began: float, duration_s: float) -> None:
-        """Sleep to the end of a step. Up to one step of lateness is made up, more is dropped."""
+        """Up to one step of lateness is made up, more is dropped."""
         self._due_at = max((self._due_at or began) + duration_s, began)
         left = self._due_at - time.monotonic()
         if left > _COARSE_S:

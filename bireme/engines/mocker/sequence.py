@@ -85,16 +85,15 @@ class MockSequence:
 
     @property
     def deadline(self) -> float:
-        """When its own time limit is over; infinite without one."""
         return self.arrived_at + self.request.timeout_ms / 1e3 if self.request.timeout_ms else float("inf")
 
     @property
     def num_to_compute(self) -> int:
-        """Prompt tokens, those that are found in the prefix cache among them; of a transferred request none."""
+        """Of a transferred request none; those in the prefix cache count."""
         return 0 if self.params is not None else self.num_prompt
 
     def computed_tokens(self) -> bytes:
-        """Return prompt and answer, but the last token, which has not been computed; int32 little endian."""
+        """Int32 little endian; the last token has not been computed."""
         first = self.request.num_resumed
         answer = tokens_at(self.digest, first, max(0, self.num_generated - first - 1), self.ids)
         return self.request.prompt + np.array(answer, "<i4").tobytes()
@@ -106,7 +105,7 @@ class MockSequence:
         return self.num_prompt - self.request.num_resumed + self.max_tokens
 
     def next_token(self) -> int:
-        """Return the token after those delivered; the caller counts it when it is delivered."""
+        """The caller counts it when it is delivered."""
         at = self.num_generated - self._ahead_at
         if not 0 <= at < len(self._ahead):
             count = min(_AHEAD, max(1, self.max_tokens - self.num_generated))
@@ -115,7 +114,7 @@ class MockSequence:
         return self._ahead[at]
 
     def plain_token(self) -> int | None:
-        """Return and count the next token when only its id is wanted; None otherwise."""
+        """When only its id is wanted; None otherwise."""
         count = self.num_generated
         if not self.request.num_resumed < count < self.plain_until:
             return None
@@ -125,7 +124,7 @@ class MockSequence:
         return token
 
     def logprobs(self, tokens: list[int]) -> list[TokenLogprobs] | None:
-        """Return made-up log probabilities: the chosen token -0.1, its k - 1 neighbors -3, -4, ..."""
+        """The chosen token -0.1, its k - 1 neighbors -3, -4, ..."""
         k = self.request.sampling.logprobs
         return None if k is None else [self._entry(token, k) for token in tokens]
 

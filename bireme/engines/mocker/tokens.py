@@ -25,7 +25,7 @@ Ids = npt.NDArray[np.int32]
 
 
 def expected_tokens(prompt_ids: Sequence[int], n: int, ids: Ids | None = None, first: int = 0) -> list[int]:
-    """Return tokens [first, first + n) of the answer to a prompt. `ids`: of `plain_ids` or `printable_ids`."""
+    """`ids`: of `plain_ids` or `printable_ids`."""
     prompt = np.asarray(prompt_ids, "<i4").tobytes()
     return tokens_at(prompt_digest(prompt), first, n, plain_ids(32000) if ids is None else ids)
 
@@ -35,7 +35,6 @@ def prompt_digest(prompt: bytes) -> int:
 
 
 def tokens_at(digest: int, first: int, n: int, ids: Ids) -> list[int]:
-    """Return generated tokens [first, first + n) of the prompt with this digest."""
     x = np.arange(first + 1, first + n + 1, dtype=np.uint64) * GOLDEN + np.uint64(digest)  # wraps around on purpose
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -45,12 +44,12 @@ def tokens_at(digest: int, first: int, n: int, ids: Ids) -> list[int]:
 
 
 def plain_ids(vocab_size: int) -> Ids:
-    """Return all ids from FIRST_ID on; from 0 in a vocabulary that is smaller."""
+    """From 0 in a vocabulary that is smaller."""
     return np.arange(FIRST_ID if vocab_size > FIRST_ID else 0, vocab_size, dtype=np.int32)
 
 
 def printable_ids(folder: str) -> tuple[Ids, int]:
-    """Return the ids from FIRST_ID on that decode to plain text, and the vocabulary's size. Raises ConfigError."""
+    """Those that decode to plain text, and the vocabulary's size. Raises ConfigError."""
     path = Path(folder) / "tokenizer.json"
     if not folder or not path.exists():
         raise ConfigError(

@@ -51,8 +51,6 @@ Push = Callable[[bytes], None]  # an encoded Step; called on the supervisor's th
 
 
 class _Session:
-    """The state of one ready life."""
-
     __slots__ = ("buses", "capacity", "life", "sinks")
 
     def __init__(self, life: Life, capacity: Capacity) -> None:
@@ -94,36 +92,35 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """Return `ready`, or why it is not."""
         return "ready" if self._session else self._supervisor.state
 
     @property
     def life(self) -> int:
-        """Return the number of the life that is ready; 0: none is."""
+        """0: none is ready."""
         session = self._session
         return session.life.number if session else 0
 
     @property
     def capacity(self) -> Capacity:
-        """Return what the ready life can take. Raises UnavailableError."""
+        """Raises UnavailableError."""
         return self._require().capacity
 
     @property
     def pid(self) -> int:
-        """Return the engine's process id. Raises UnavailableError."""
+        """Raises UnavailableError."""
         return self._require().life.pid
 
     @property
     def pong(self) -> Pong | None:
-        """The last progress report of the present life; None before the first."""
+        """Of the present life; None before the first."""
         return self._pong
 
     def start(self) -> None:
-        """Start the engine process and wait until it is ready. Raises ConfigError or UnavailableError."""
+        """Wait until it is ready. Raises ConfigError or UnavailableError."""
         self._supervisor.start()
 
     def submit(self, request: StartRequest, sink: Sink) -> int:
-        """Start a request of the stub's own and return its number. Raises UnavailableError; `sink` gets all else."""
+        """Return its number. Raises UnavailableError; `sink` gets all else."""
         with self._lock:
             session = self._admit()
             number = next(self._numbers)
@@ -136,21 +133,18 @@ class EngineClient:
         return number
 
     def release(self, handles: tuple[str, ...]) -> None:
-        """Free embeddings that nobody will fetch. Raises UnavailableError."""
+        """Raises UnavailableError."""
         with self._lock:
             self._send(self._require(), STUB, Release(handles))
 
     def abort(self, number: int) -> None:
-        """Stop a request; its sink still gets its finish. After the end of a context_only one: free its lease."""
+        """Its sink still gets its finish. After the end of a context_only one: free its lease."""
         with self._lock:
             if self._session is not None:
                 self._try_send(self._session, STUB, Abort(number))
 
     def open_bus(self, push: Push) -> int:
-        """Return a new consumer of the present life, whose steps go to `push`. Raises UnavailableError.
-
-        The last thing pushed, when that life ends, is a Step with `lost`; the consumer is closed then.
-        """
+        """Return a new consumer, whose steps go to `push`, at the end of its life `lost`. Raises UnavailableError."""
         with self._lock:
             session = self._admit()
             consumer = next(self._consumers)
@@ -165,13 +159,13 @@ class EngineClient:
         session.life.send(frame(consumer, payload))
 
     def close_bus(self, consumer: int) -> None:
-        """Abort everything of a consumer and forget it. Harmless when it has ended."""
+        """Its requests are aborted. Harmless when it has ended."""
         with self._lock:
             if self._session is not None and self._session.buses.pop(consumer, None) is not None:
                 self._try_send(self._session, consumer, Drop())
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Refuse new requests; return whether the engine became idle within the time."""
+        """Return whether the engine became idle within the time."""
         with self._lock:
             self._is_draining = True
             if self._session is not None:
@@ -184,7 +178,7 @@ class EngineClient:
         return True
 
     def stop(self) -> None:
-        """End the engine process; open requests end with UNAVAILABLE. May be called again."""
+        """Open requests end with UNAVAILABLE. May be called again."""
         self._supervisor.stop()
 
     def on_ready(self, life: Life, hello: Hello) -> None:
@@ -257,7 +251,7 @@ class EngineClient:
         return self._supervisor.state if self._session is None else "subscribe again"
 
     def _is_idle(self, since: float) -> bool:
-        """Return whether nothing runs, by a report newer than `since`."""
+        """By a report newer than `since`."""
         session, pong = self._session, self._pong
         if session is None:
             return True

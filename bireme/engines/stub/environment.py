@@ -26,7 +26,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 def find_python(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the python for engine processes: BIREME_ENGINE_PYTHON, this environment's, PATH's. Raises ConfigError.
+    """BIREME_ENGINE_PYTHON, else this environment's, else PATH's. Raises ConfigError.
 
     `sys.executable` is of no use inside a Triton stub, which embeds its interpreter.
     """
@@ -46,11 +46,10 @@ def find_python(environment: Mapping[str, str] = os.environ) -> str:
 def engine_environment(
     recipe: Recipe, worker: str, run_dir: Path, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the child's environment. The recipe's `env` wins over everything but the run folder and recipe.
+    """The recipe's `env` wins over everything but the run folder and recipe. Raises ConfigError.
 
-    The recipe travels whole: a restarted engine serves what its stub loaded, even if the files have changed.
-    BIREME_ENGINE_PYTHON, which may be in the recipe's `env`, gives a worker an environment of its own: programs that
-    its libraries call are that environment's. Raises ConfigError.
+    The recipe travels whole: a restarted engine serves what its stub loaded. BIREME_ENGINE_PYTHON, which may be in the
+    recipe's `env`, gives a worker an environment, whose programs its libraries call.
     """
     entry = recipe.entry(worker)
     assert entry is not None, f"{worker} is not in recipe {recipe.name}"
@@ -65,7 +64,7 @@ def engine_environment(
 
 
 def given_recipe(worker: str) -> tuple[Recipe, WorkerEntry]:
-    """Return what a supervisor handed over, else the recipe that the environment names. Raises ConfigError."""
+    """What a supervisor handed over, else what the environment names. Raises ConfigError."""
     text = os.environ.get(RECIPE_VARIABLE)
     recipe = msgspec.json.decode(text, type=Recipe) if text else load_recipe()
     if (entry := recipe.entry(worker)) is None:
@@ -74,7 +73,7 @@ def given_recipe(worker: str) -> tuple[Recipe, WorkerEntry]:
 
 
 def child_environment(threads: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the common environment of children: CPU threads that sleep when idle, and this package."""
+    """CPU threads that sleep when idle, and this package."""
     result = {name: value for name, value in base.items() if name != "PYTHONHOME"}
     if (libraries := result.pop(LIBRARY_PATH_VARIABLE, None)) is not None:
         result.pop("LD_LIBRARY_PATH", None)
@@ -87,7 +86,7 @@ def child_environment(threads: int, base: Mapping[str, str] = os.environ) -> dic
 
 
 def num_threads(recipe: Recipe, entry: WorkerEntry) -> int:
-    """Return the entry's CPU threads; unset, an equal share of the cores among the recipe's engines."""
+    """Unset, an equal share of the cores among the recipe's engines."""
     if entry.num_threads is not None:
         return max(1, entry.num_threads)
     engines = sum(worker.replicas for worker in recipe.workers.values())
@@ -95,7 +94,7 @@ def num_threads(recipe: Recipe, entry: WorkerEntry) -> int:
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use: its affinity, or less where a cgroup's quota is smaller."""
+    """By its affinity, or less where a cgroup's quota is smaller."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -105,7 +104,7 @@ def usable_cores() -> int:
 
 
 def devices_of(entry: WorkerEntry, worker: str) -> tuple[int, ...]:
-    """Return a replica's part of the entry's GPUs: equal runs, or round robin when there are fewer than replicas."""
+    """Equal runs, or round robin when there are fewer GPUs than replicas."""
     replica = 0 if worker == stage_of(worker) else int(worker.rpartition("_")[2])
     share = len(entry.devices) // entry.replicas
     if share == 0:
@@ -114,7 +113,7 @@ def devices_of(entry: WorkerEntry, worker: str) -> tuple[int, ...]:
 
 
 def gpu_neighbors(recipe: Recipe, worker: str) -> tuple[float, ...]:
-    """Return kv_cache_config.free_gpu_memory_fraction of each other engine on the GPU of a torch engine."""
+    """Return free_gpu_memory_fraction of each other engine on a torch engine's GPU."""
     used = {
         name: (entry, set(devices_of(entry, name)) if entry.devices else {0})
         for stage, entry in recipe.workers.items()

@@ -33,7 +33,7 @@ CAPACITY = Capacity(
 
 
 class FakeEngineClient:
-    """Stands in for EngineClient; (consumer, number) names a request, consumer 0 is the stub itself."""
+    """(consumer, number) names a request, consumer 0 is the stub itself."""
 
     def __init__(self) -> None:
         self.number_of_life = 1
@@ -123,7 +123,6 @@ class FakeEngineClient:
             self.buses[consumer](encode(Step(self.number_of_life, 2, finished={number: finish})))
 
     def die(self) -> None:
-        """The engine's life ends with all its requests."""
         buses, self.buses = self.buses, {}
         sinks, self.sinks = self.sinks, {}
         self.requests.clear()

@@ -36,9 +36,7 @@ class Heartbeat:
         waits_for_machine: Callable[[], bool] = lambda: False,
         stall_key: str = STALL_KEY,
     ) -> None:
-        """`waits_for_machine`: whether what answers pings waits for a CPU or a disk now; asked in long silence only.
-        `stall_key`: of the recipe, to which stall_timeout_s belongs.
-        """
+        """`waits_for_machine`: whether what answers pings waits for a CPU or a disk; asked in long silence only."""
         self._stall_key = stall_key
         self._config, self._waits_for_machine = config, waits_for_machine
         self._transfer_timeout_s = transfer_timeout_s  # a request may wait that long for KV without any step
@@ -69,7 +67,6 @@ class Heartbeat:
             self._still_s = 0.0
 
     def check(self) -> Verdict | None:
-        """Return a verdict; None: all is well."""
         now = time.monotonic()
         passed_s = min(now - self._checked_at, 2 * self._config.ping_interval_s)
         self._checked_at = now

@@ -34,7 +34,7 @@ _EXIT_POLL_S = 0.02  # where the kernel has no pidfd
 
 
 class Standby:
-    """A process of a worker that has loaded its libraries and waits for a life to begin (child/standby.py)."""
+    """It has loaded its libraries and waits for a life to begin (child/standby.py)."""
 
     def __init__(self, worker: str, python: str, environment: dict[str, str]) -> None:
         """Raises OSError."""
@@ -49,7 +49,7 @@ class Standby:
             os.close(reads)
 
     def begin(self, endpoint: str, life: int) -> bool:
-        """Return whether it does; one that has ended does not."""
+        """False: it has ended."""
         try:
             if not self.process.has_exited:
                 os.write(self._writes, f"{endpoint} {life}".encode())
@@ -94,7 +94,7 @@ class Life:
         return self.process.pid if self.process else 0
 
     def spawn(self, python: str, environment: dict[str, str], standby: Standby | None = None) -> ChildProcess:
-        """Start the child, or have one that waits begin. Raises ConfigError when the python can't be run."""
+        """Or have one that waits begin. Raises ConfigError when the python can't be run."""
         endpoint = f"ipc://{self._path}"
         if standby is not None and standby.begin(endpoint, self.number):
             self.process = standby.process
@@ -117,7 +117,7 @@ class Life:
             self.process.signal(number)
 
     def send(self, data: bytes) -> None:
-        """Queue a command frame; from any thread. Raises UnavailableError when the child is not connected."""
+        """From any thread. Raises UnavailableError when the child is not connected."""
         with self._send_lock:
             if not self._is_open:
                 raise UnavailableError(f"engine life {self.number} of {self.worker} has ended")
@@ -133,7 +133,6 @@ class Life:
         self._poller.poll(max(0, int(timeout_s * 1000)))
 
     def frames(self, limit: int = 1 << 62) -> Iterator[bytes]:
-        """Yield the frames that have come in, without waiting."""
         for _ in range(limit):
             try:
                 data: bytes = self._frames.recv(zmq.NOBLOCK)
@@ -142,7 +141,7 @@ class Life:
             yield data
 
     def end(self) -> str:
-        """Kill and reap the child, close the sockets, remove what it left; return how it ended."""
+        """Return how the child ended; what it left is removed."""
         how = describe_exit(self.process.reap()) if self.process else "it was never started"
         with self._send_lock:
             self._is_open = False
@@ -169,7 +168,7 @@ class Life:
         return socket
 
     def _socket_path(self) -> str:
-        """Return the common prefix of both sockets, in a folder that only this user can enter."""
+        """Return both sockets' prefix, in a folder that only this user can enter."""
         path = str(self._run_dir / f"{self.worker}-{self.number}")
         if len(os.fsencode(path)) + 2 <= _MAX_SOCKET_PATH:
             return path
@@ -177,7 +176,7 @@ class Life:
         return str(self._own_folder / "engine")
 
     def _sweep(self) -> None:
-        """Remove the remains of this worker's lives: this one's, and those of killed stubs."""
+        """Also those of killed stubs."""
         for socket in self._run_dir.glob(f"{self.worker}-*.[celrsw]"):
             socket.unlink(missing_ok=True)
         if count := transfer.sweep(self._run_dir, self.worker):

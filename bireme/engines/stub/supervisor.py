@@ -112,13 +112,12 @@ class Owner(Protocol):
 
     def on_ready(self, life: Life, hello: Hello) -> None: ...
 
-    def on_frame(self, consumer: int, data: bytes) -> None:
-        """Take a step frame, whole."""
+    def on_frame(self, consumer: int, data: bytes) -> None: ...
 
     def on_pong(self, pong: Pong) -> None: ...
 
     def on_end(self, life: Life, error: EngineLostError) -> None:
-        """This life is over: fail its open requests. Called once a life, also before it was ready."""
+        """Fail its open requests. Called once a life, also before it was ready."""
 
     def on_down(self, reason: str) -> None:
         """There will be no other life: too many restarts."""
@@ -163,7 +162,7 @@ class Supervisor:
         return self._state
 
     def start(self) -> None:
-        """Start the child and wait until it is ready. Raises ConfigError or UnavailableError with its reason."""
+        """Wait until it is ready. Raises ConfigError or UnavailableError with its reason."""
         self._metrics.set("bireme_engine_up", 0)
         self._thread.start()
         self._has_started.wait()
@@ -171,13 +170,13 @@ class Supervisor:
             raise self._failure
 
     def stop(self) -> None:
-        """End the child, politely first; harmless after a failed start or when called again."""
+        """Harmless after a failed start or when called again."""
         self._stopping.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S + 5)
 
     def _run(self) -> None:
-        """Run one life after the other, until `stop`, a failed first start, or too many."""
+        """Until `stop`, a failed first start, or too many."""
         try:
             while not self._stopping.is_set():
                 if run_folder.must_sleep(self._run_dir, self._worker):
@@ -204,7 +203,6 @@ class Supervisor:
         self._phase = to
 
     def _sleep(self) -> None:
-        """Wait while somebody wants the engine to sleep."""
         began = time.monotonic()
         self._move(_Phase.ASLEEP)
         self._state = f"{self._worker} is asleep; `python tools/sleep.py {self._worker} --wake` wakes it"
@@ -218,7 +216,7 @@ class Supervisor:
         self._logger.info("engine_woken worker=%s slept_s=%.0f", self._worker, time.monotonic() - began)
 
     def _run_life(self) -> tuple[BiremeError, str]:
-        """Run one life from its sockets to their removal; return its error, which the owner knows then, and cause."""
+        """From its sockets to their removal; return its error, which the owner knows then, and cause."""
         self._state = f"{self._worker} is starting" + (" again" if self._number else "")
         # Lives are numbered by the clock (ms), so that a restarted stub never repeats a number.
         self._number = max(self._number + 1, int(time.time() * 1000))
@@ -252,7 +250,7 @@ class Supervisor:
         return error, watch.cause
 
     def _ended(self, watch: _Watch, how: str, culprit: Culprit | None) -> BiremeError:
-        """Return why a life has ended; `how` its process did."""
+        """`how`: its process did."""
         if self._stopping.is_set():
             return UnavailableError(f"{self._worker} is stopping")
         if watch.cause == "sleep":
@@ -271,17 +269,14 @@ class Supervisor:
         )
 
     def _end_culprit(self, life: Life, culprit: Culprit, reason: str) -> None:
-        """Answer the request at fault as the engine would have, before the others learn of the life's end."""
+        """As the engine would have, before the others learn of the life's end."""
         self._logger.error("request_ended_engine worker=%s life=%d %s", self._worker, life.number, culprit)
         finish = Finish("error", Usage(), to_message(culprit.error(reason)))
         step = Step(life.number, 0, finished={culprit.number: finish})
         self._owner.on_frame(culprit.consumer, frame(culprit.consumer, encode(step)))
 
     def _serve(self, watch: _Watch) -> None:
-        """Start the child, read its frames, and do what its phase asks for, until it ends or must be killed.
-
-        Raises its hello's error, and UnavailableError when that takes too long.
-        """
+        """Until the child ends or must be killed. Raises its hello's error."""
         life = watch.life
         environment = engine_environment(self._recipe, self._worker, self._run_dir)
         standby, self._standby = self._standby, None
@@ -312,7 +307,7 @@ class Supervisor:
             raise UnavailableError(f"{self._worker} was not ready in supervisor.start_timeout_s = {limit_s:g} s")
 
     def _ping(self, watch: _Watch) -> None:
-        """Also tell it to drain once it is to sleep, and see whether it has, and whether it must be killed."""
+        """Also tell it to drain once it is to sleep; see whether it has, and whether it must be killed."""
         life, now = watch.life, time.monotonic()
         watch.due_at = now + self._config.ping_interval_s
         watch.num_pings += 1
@@ -401,7 +396,7 @@ class Supervisor:
             self._logger.exception("frame_failed worker=%s consumer=%d bytes=%d", self._worker, consumer, len(data))
 
     def _plan_restart(self, reason: str) -> float | None:
-        """Return the seconds until the next life; None: there is none."""
+        """None: there is no next life."""
         config = self._config
         delay_s = self._backoff.next_s()
         if delay_s < math.inf:
@@ -433,14 +428,14 @@ class Supervisor:
 
 
 def _culprit(work: bytes, verdict: Verdict | None, how: str) -> Culprit | None:
-    """Return the request for whose sake a life has ended, if that can be told."""
+    """None: it can't be told."""
     if verdict is not None:
         return culprit_of(work, verdict.still_s)
     return culprit_of(work, 0.0) if how in _CRASHES else None
 
 
 def _waits_for_machine(life: Life) -> bool:
-    """Return whether a thread of the engine or another one of this process, whose sockets carry pings, is held up."""
+    """Whether a thread of the engine, or another one of this process, is held up, and with it pings."""
     try:
         return has_waiting_thread(life.pid) or has_waiting_thread(os.getpid(), but=threading.get_native_id())
     except OSError:  # no descriptor left, which says nothing of the engine

@@ -74,12 +74,12 @@ class Api:
 
     @property
     def overlaps_prefill(self) -> bool:
-        """Whether context_only requests are served beside the overlap scheduler; else they end the worker."""
+        """Whether context_only requests are served beside it; else they end the worker."""
         return is_since(self.version, _OVERLAPPED_PREFILL_SINCE)
 
 
 def is_since(version: str, other: str) -> bool:
-    """Whether a release is `other` or a later one; candidates come before their release."""
+    """Candidates come before their release."""
     return _order(version) >= _order(other)
 
 
@@ -94,7 +94,7 @@ def _order(version: str) -> tuple[float, ...]:
 
 
 def load(backend: str) -> Api:
-    """Import tensorrt_llm. Raises ConfigError when it, or something needed in it, is missing."""
+    """Raises ConfigError when it, or something needed in it, is missing."""
     set_log_level(os.environ)
     try:
         version = importlib.import_module("tensorrt_llm").__version__

@@ -55,7 +55,7 @@ class Arguments:
 
     @property
     def attention_dp_size(self) -> int:
-        """Ranks that hold requests of their own; 1 without attention data parallelism."""
+        """1 without attention data parallelism."""
         is_parallel = self.values.get("enable_attention_dp", False)
         return int(self.values.get("tensor_parallel_size") or 1) if is_parallel else 1
 
@@ -65,7 +65,7 @@ class Arguments:
 
     @property
     def has_overlap(self) -> bool:
-        """Whether a step begins before the last one's tokens are known: TensorRT-LLM's default."""
+        """TensorRT-LLM's default: a step begins before the last one's tokens are known."""
         return not self.values.get("disable_overlap_scheduler")
 
     @property
@@ -77,13 +77,13 @@ class Arguments:
         return value if isinstance(value, Mapping) else {}
 
     def as_loaded(self, args: Any) -> Arguments:
-        """Return a copy with the limits of a loaded LLM's `args`: AutoDeploy has defaults of its own."""
+        """With the limits of a loaded LLM's `args`: AutoDeploy has defaults of its own."""
         found = {name: value for name in _LIMITS if (value := getattr(args, name, None)) is not None}
         return replace(self, values=self.values | found)
 
 
 def complete(given: Mapping[str, Any], *, takes_pictures: bool = False) -> Arguments:
-    """Add bireme's defaults to the YAML's arguments and fit them to their backend. Raises ConfigError."""
+    """Bireme's defaults are added, and what the backend can't take is fitted. Raises ConfigError."""
     values = dict(given)
     backend = backend_of(values)
     values.pop("backend", None)

@@ -59,13 +59,11 @@ FOREIGN: dict[str, tuple[str, str]] = {
 
 
 def llm_arguments(config: EngineConfig, model: str, stage: str, version: str = contract.FLOOR) -> dict[str, Any]:
-    """Return every keyword argument of `LLM`: the YAML's, with aliases resolved and without bireme's own keys.
+    """Return every keyword argument of `LLM`, of which those that the YAML does not set are absent. Raises ConfigError.
 
-    Keys that the YAML does not set are absent, so that TensorRT-LLM's (and the model's) defaults hold; `backend` is
-    there when the YAML names one (`_autodeploy`). `stage` is prefill, decode, multimodal_encoder or video_diffusion;
-    `version` is the installed tensorrt_llm.__version__. Logs each warning once. Raises ConfigError with every error,
-    one a line: key, value, reason, remedy. Keys and values that the contract does not list are warnings here: the
-    package's own classes have the last word, and refuse what they don't know.
+    `stage` is prefill, decode, multimodal_encoder or video_diffusion; `version` is the installed
+    tensorrt_llm.__version__. The error has one line each: key, value, reason, remedy. What the contract does not list
+    is a warning here, logged once: the package's own classes have the last word.
     """
     transceiver = config.cache_transceiver_config.backend
     found = check_arguments(config.llm_args, stage, version, model, is_disaggregated=transceiver is not None)
@@ -85,7 +83,7 @@ def check_arguments(
     *,
     is_disaggregated: bool = False,
 ) -> list[Problem]:
-    """Return all that is wrong with one engine YAML for one release: names, types, values, and rules across them."""
+    """Names, types, values, and rules across them, for one release."""
     release = contract.profile(version)
     if stage == "video_diffusion":
         return _check_video(tree, release)
@@ -101,7 +99,7 @@ def class_of(tree: Mapping[str, Any]) -> str:
 
 
 def prepared(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TensorRT-LLM's part of the YAML: a copy with aliases resolved, without our keys and dropped ones."""
+    """A copy with aliases resolved, without our keys and dropped ones."""
     result: dict[str, Any] = copy_of(tree)
     for name, path in ALIASES.items():
         if name in result:
@@ -119,7 +117,7 @@ def copy_of(tree: Any) -> Any:
 
 
 def put(tree: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value that the YAML lacks; a block that is no mapping is left to the contract."""
+    """A block that is no mapping is left to the contract."""
     *blocks, name = path
     for block in blocks:
         inner = tree.setdefault(block, {})
@@ -130,7 +128,6 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def remove(tree: dict[str, Any], path: Path) -> None:
-    """Remove a key, and its block if that is empty then."""
     name, *rest = path
     inner = tree.get(name)
     if not rest:
@@ -166,7 +163,7 @@ def _said_twice(tree: Mapping[str, Any]) -> list[Problem]:
 
 
 def _without(tree: dict[str, Any], paths: list[Path]) -> dict[str, Any]:
-    """Return a copy without what the contract objects to, so that rules meet only values of the right type."""
+    """So that rules meet only values of the right type."""
     result: dict[str, Any] = copy_of(tree)
     for path in paths:
         *blocks, name = path

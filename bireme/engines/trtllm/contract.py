@@ -68,13 +68,12 @@ def profile(version: str) -> str:
 
 
 def fields(class_name: str, version: str = FLOOR) -> dict[str, Field]:
-    """Return the fields that a settings class has in a release, its base class's included, by name."""
+    """Its base class's included, by name."""
     return {name: field for name, field in all_fields(class_name, profile(version)).items() if field is not None}
 
 
 @functools.cache
 def all_fields(class_name: str, release: str) -> dict[str, Field]:
-    """As `fields`, for a profile."""
     result = dict(all_fields(base, release)) if (base := _class(class_name).get("base")) else {}
     if class_name == "AutoDeployLlmArgs":
         result |= all_fields("LlmArgs", release)
@@ -83,7 +82,7 @@ def all_fields(class_name: str, release: str) -> dict[str, Field]:
 
 
 def _declared(class_name: str, release: str) -> dict[str, Field]:
-    """Return every field that the class has in any release."""
+    """Of any release."""
     entries = {name: entry for name, entry in _class(class_name).items() if isinstance(entry, list)}
     return {name: _field(name, entry, release) for name, entry in entries.items()}
 
@@ -106,7 +105,7 @@ def _class(name: str) -> dict[str, Any]:
 
 
 def validate(tree: Mapping[str, Any], class_name: str, version: str = FLOOR, path: Path = ()) -> list[Problem]:
-    """Return what a release's class would refuse in `tree`: names, types, values, blocks inside; [] when it fits."""
+    """Names, types, values, blocks inside; [] when it fits."""
     release = profile(version)
     if "discriminator" in _class(class_name):
         return list(_check_union(tree, class_name, release, path))
@@ -150,7 +149,7 @@ def _has_choice(union: Mapping[str, Any], name: str, release: str) -> bool:
 
 
 def classes_of(class_name: str, release: str) -> list[str]:
-    """Return the classes that a mapping may fill: those of a union that the release has, or the one; [] for none."""
+    """Of a union those that the release has."""
     if not class_name:
         return []
     union = _class(class_name)
@@ -160,12 +159,11 @@ def classes_of(class_name: str, release: str) -> list[str]:
 
 
 def discriminator(class_name: str) -> str | None:
-    """Return the key that chooses between a union's classes; None for every other class."""
+    """None: the class is no union."""
     return _class(class_name).get("discriminator") if class_name else None
 
 
 def choices_of(class_name: str, release: str) -> list[str]:
-    """Return the words that choose between a union's classes."""
     union = _class(class_name)
     return [name for name in union["classes"] if _has_choice(union, name, release)]
 
@@ -231,7 +229,7 @@ def _unknown(name: str, value: Any, class_name: str, release: str, path: Path) -
 
 
 def _elsewhere(name: str, class_name: str, release: str) -> tuple[str, str] | None:
-    """Explain a key that the class has in another release, or had under another name."""
+    """That the class has in another release, or had under another name."""
     base = class_name
     while base:
         if (field := _declared(base, release).get(name)) is not None:
@@ -270,7 +268,7 @@ RETIRED_SINCE_1_3 = {"enable_trtllm_sampler": ("1.3 has no such sampler any more
 
 
 def _block_with(name: str, release: str) -> str:
-    """Return the one block of LlmArgs that has a field of this name; "" where none or several do."""
+    """ "" where none or several have the field."""
     blocks = {key: field.type.class_name for key, field in all_fields("LlmArgs", release).items()}
     plain = {key: name_ for key, name_ in blocks.items() if name_ and "discriminator" not in _class(name_)}
     found = [key for key, class_name in plain.items() if name in all_fields(class_name, release)]

@@ -55,7 +55,7 @@ def export(given: Any, api: Api) -> dict[str, Any]:
 
 
 def restore(params: DisaggregatedParams, api: Api) -> Any:
-    """Return TensorRT-LLM's params for generation_only. Raises RequestError."""
+    """For generation_only. Raises RequestError."""
     try:
         opaque = base64.b64decode(params.opaque_state, validate=True)
     except binascii.Error as error:
@@ -76,7 +76,7 @@ def restore(params: DisaggregatedParams, api: Api) -> Any:
 
 
 def context_only(api: Api, ids: RequestIds) -> Any:
-    """Return TensorRT-LLM's params for a prefill; its pictures come later (pictures.py)."""
+    """For a prefill; its pictures come later (pictures.py)."""
     fields: dict[str, Any] = {}
     if "disagg_request_id" in api.disaggregated_fields:
         fields["disagg_request_id"] = ids.next()
@@ -84,7 +84,7 @@ def context_only(api: Api, ids: RequestIds) -> Any:
 
 
 def salt_of(cache_salt: str, kind: str, pictures: tuple[OpenedItem, ...]) -> str:
-    """Return a request's salt. On decode TensorRT-LLM would take its blocks for those of any other pictures."""
+    """On decode TensorRT-LLM would take its blocks for those of any other pictures."""
     if kind != "generation_only" or not pictures:
         return cache_salt
     digest = hashlib.blake2b(identity_of(pictures), digest_size=16).hexdigest()
@@ -117,7 +117,7 @@ class Claims:
         self._claimed: dict[tuple[str, int, int], float] = {}  # -> when the export ends anyway
 
     def claim(self, params: DisaggregatedParams) -> None:
-        """Raises NotFoundError for an export that was claimed before, or has expired."""
+        """Raises NotFoundError for one that was claimed before, or has expired."""
         now = time.time()
         if params.expires_at and now > params.expires_at:
             raise NotFoundError("disaggregated_params: the prefill has freed this KV, its time was over; prefill again")

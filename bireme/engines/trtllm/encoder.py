@@ -47,7 +47,7 @@ _SINGLE_PROCESS = "TLLM_WORKER_USE_SINGLE_PROCESS"
 
 @dataclass(frozen=True, slots=True)
 class WholePicture:
-    """A picture as MultimodalEncoder takes it; our own image processor has counted its tokens."""
+    """As MultimodalEncoder takes it; our own image processor has counted its tokens."""
 
     image: Any  # PIL.Image
     num_tokens: int
@@ -103,7 +103,7 @@ class HandleEncoder(PictureEncoder):
         return [self._rows(result, one.num_tokens) for result, one in zip(results, batch, strict=True)]
 
     def _rows(self, result: Any, num_tokens: int) -> TensorRows:
-        """Open a result's handles, each once. Raises BiremeError when they are not what was counted."""
+        """Each handle is opened once. Raises BiremeError when they are not what was counted."""
         tensors: list[torch.Tensor] = [
             self._container.from_dict(handle).get_local_view() for handle in handles_of(result)
         ]
@@ -118,14 +118,14 @@ class HandleEncoder(PictureEncoder):
 
 
 def first_device() -> torch.device:
-    """Return the GPU that TensorRT-LLM's first worker has, or the CPU."""
+    """Of TensorRT-LLM's first worker."""
     import torch
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def handles_of(result: Any) -> list[dict[str, Any]]:
-    """Return the handles of a result: 1.2 sets them on the result after its outputs have been filled."""
+    """1.2 sets them on the result after its outputs have been filled."""
     for holder in (result, *result.outputs):
         params = getattr(holder, "disaggregated_params", None)
         if found := getattr(params, "multimodal_embedding_handles", None):
@@ -135,7 +135,7 @@ def handles_of(result: Any) -> list[dict[str, Any]]:
 
 
 def make_multimodal_encoder(context: EngineContext) -> Any:
-    """Load the vision tower in TensorRT-LLM. Raises ConfigError."""
+    """Raises ConfigError."""
     _check(context)
     set_log_level(os.environ)
     drop_launchers(os.environ)

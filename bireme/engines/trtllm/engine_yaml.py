@@ -28,14 +28,14 @@ class Yaml:
         self.is_disaggregated = is_disaggregated
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value at a dotted key; the default where it, or a block above it, is missing or null."""
+        """`key`: dotted; the default where it, or a block above it, is missing or null."""
         found: Any = self.tree
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return default if found is None else found
 
     def number(self, key: str, default: Any = None) -> Any:
-        """As `get`; what is no number counts as missing, so do infinity and NaN."""
+        """What is no number counts as missing, so do infinity and NaN."""
         found = self.get(key)
         is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
         return found if is_number else default

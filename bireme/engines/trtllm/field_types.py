@@ -32,7 +32,7 @@ class TypeAlternative:
     item: FieldType | None = None  # of a list, or of a dict's values
 
     def takes(self, value: Any) -> bool:
-        """Whether the value fits; a class takes any mapping, whose content its own fields check."""
+        """A class takes any mapping, whose content its own fields check."""
         if not isinstance(value, _TYPES[self.kind]):
             return False
         if self.kind == "value":
@@ -69,7 +69,7 @@ class FieldType:
         return any(part.takes(value) for part in self.parts)
 
     def is_out_of_range(self, value: Any) -> bool:
-        """Whether the value is a number of the right kind that the bounds refuse."""
+        """The number is of the right kind, and the bounds refuse it."""
         free = [replace(part, low=-math.inf, high=math.inf) for part in self.parts if part.kind in ("int", "float")]
         return not self.takes(value) and any(part.takes(value) for part in free)
 
@@ -86,13 +86,13 @@ class FieldType:
         return (*self.values, *(word for part in self.parts if part.item for word in part.item.words))
 
     def without(self, values: Collection[str]) -> FieldType:
-        """Return a copy that takes these values no more, nor lists of them."""
+        """Nor lists of them."""
         kept = [part for part in self.parts if part.kind != "value" or part.name not in values]
         return FieldType(tuple(replace(part, item=part.item and part.item.without(values)) for part in kept))
 
     @property
     def class_name(self) -> str:
-        """The settings class that a mapping would fill; "" when there is none."""
+        """ "": no class."""
         return next((part.name for part in self.parts if part.kind == "class"), "")
 
     @property
@@ -101,7 +101,7 @@ class FieldType:
 
 
 def parse_type(text: str) -> FieldType:
-    """Read the notation. Raises ValueError on what it does not know."""
+    """Raises ValueError."""
     return FieldType(tuple(_parse_part(part) for part in _split(text)))
 
 

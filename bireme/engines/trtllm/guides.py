@@ -28,7 +28,7 @@ _LIMITED, _WITHOUT_CONTROL = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 
 
 class TrtllmGuides:
-    """What one engine does with guides; its backend and layout never change."""
+    """Of one engine; its backend and layout never change."""
 
     def __init__(self, backend: str | None, any_whitespace: bool) -> None:
         self._backend = backend
@@ -56,7 +56,6 @@ class TrtllmGuides:
         return {kind: given}
 
     def _rewritten(self, kind: str, given: Any) -> Any:
-        """Return the guide with its schemas as xgrammar enforces them."""
         if kind != "structural_tag" and (kind != "json" or self._backend != "xgrammar"):
             return given
         try:
@@ -67,7 +66,7 @@ class TrtllmGuides:
         return json.dumps(made, ensure_ascii=False) if isinstance(given, str) else made
 
     def _after_reasoning(self, end: str, kind: str, given: Any) -> str:
-        """Return the guide's grammar behind everything up to and including `end`, and a little white space."""
+        """Behind everything up to and including `end`, and a little white space."""
         grammar = None
         if self._xgrammar is not None and kind != "structural_tag":
             before = [self._xgrammar.from_ebnf(part) for part in (prose_until(end), _BLANKS)]
@@ -94,7 +93,7 @@ class TrtllmGuides:
         return self._xgrammar.from_json_schema(text, any_whitespace=self._any_whitespace, strict_mode=True)
 
     def _readable(self, kind: str, grammar: Any) -> str | None:
-        """Return its text, if this release of xgrammar reads what it writes."""
+        """None: this release of xgrammar does not read what it writes."""
         text = str(grammar)
         if kind in _LAID_OUT:
             text = text.replace(_LIMITED, _WITHOUT_CONTROL)
@@ -107,7 +106,7 @@ class TrtllmGuides:
 
 
 def prose_until(end: str) -> str:
-    """Return EBNF of any text up to and including its first `end`; rule `seen_N`: N characters of it stand there."""
+    """Return EBNF of text up to its first `end`; rule `seen_N`: N characters of it stand there."""
     ahead: list[dict[str, int]] = []  # after N characters: the next one -> how many stand there then, unless 0
     back = 0  # where a text with N characters of `end` would be without its first one
     for count, character in enumerate(end):
@@ -126,7 +125,6 @@ def _code(character: str) -> str:
 
 
 def choice_regex(choices: Sequence[str]) -> str:
-    """Return a pattern that matches exactly one of the texts."""
     return "(" + "|".join("".join(_escaped(character) for character in choice) for choice in choices) + ")"
 
 

@@ -81,12 +81,12 @@ class Iterations:
         return events
 
     def request_begins(self, prompt: Sequence[int], media: Sequence[MediaSpan] = ()) -> None:
-        """Of a request with a salt or adapter, before TensorRT-LLM has it: its blocks are not to be shared."""
+        """Before TensorRT-LLM has one with a salt or adapter: its blocks are not to be shared."""
         if self._has_events:
             self._reader.expect_owned(prompt, media)
 
     def pool_size(self, timeout_s: float) -> int:
-        """Wait for the first statistics; return the KV blocks of a rank; 0: they don't tell."""
+        """Waits for the first statistics; 0: they don't tell."""
         self._has_pool_size.wait(timeout_s if self._has_stats else 0)
         return max(self._total.values(), default=0)
 
@@ -120,7 +120,7 @@ class Iterations:
     async def _read(
         self, name: str, ask: Callable[..., Any], take: Callable[[Mapping[str, Any]], None], pauses: tuple[float, float]
     ) -> None:
-        """Read a queue until the end; an engine's error is logged, and the read repeated."""
+        """An engine's error is logged, and the read repeated."""
         pause = pauses[0]
         while not self._stops.is_set():
             try:
@@ -154,7 +154,7 @@ class Iterations:
         return count
 
     def _take_stats(self, stats: Mapping[str, Any]) -> None:
-        """Take what this release reports; a missing field leaves its gauge unchanged."""
+        """A missing field leaves its gauge unchanged."""
         self.num_seen += 1
         self._last_at = time.monotonic()
         blocks, rank = stats.get("kvCacheStats") or {}, int(stats.get("attentionDpRank") or 0)

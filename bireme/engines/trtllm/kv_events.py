@@ -76,7 +76,7 @@ class KvEventReader:
         self.num_gaps = 0  # events lost
 
     def expect_owned(self, prompt: Sequence[int], media: Sequence[hashing.MediaSpan] = ()) -> None:
-        """Say, before the request is submitted, that the next chain of this prompt has a salt or an adapter."""
+        """Before the request is submitted: the next chain of this prompt has a salt or an adapter."""
         if self._has_owners or len(prompt) < self._size:
             return
         last = hashing.sequence_hashes(prompt, self._size, media=media)[-1]
@@ -85,7 +85,7 @@ class KvEventReader:
             self._owned.popitem(last=False)
 
     def read(self, event: Mapping[str, Any]) -> list[KvEvent]:
-        """Return our event, often none. One that can't be read voids its rank."""
+        """Often none. An event that can't be read voids its rank."""
         rank = 0
         try:
             rank = int(event.get("attention_dp_rank") or 0)
@@ -218,12 +218,12 @@ def _tokens(block: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _media(block: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return a block's pictures: what has another type, or no hash, names none."""
+    """What has another type, or no hash, names none."""
     keys = [item for item in block.get("mm_keys") or () if item.get("type", "mm_key") == "mm_key" and item.get("hash")]
     return tuple(int(str(item["hash"])[:16], 16) for item in keys)
 
 
 def unsigned(value: int | str) -> int:
-    """Return a hash as an unsigned 64-bit number: theirs may be signed, unsigned, or hexadecimal text."""
+    """Theirs may be signed, unsigned, or hexadecimal text."""
     number = int(value, 16) if isinstance(value, str) else int(value)
     return number & _MASK

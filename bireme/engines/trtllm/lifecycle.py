@@ -28,7 +28,7 @@ SHUTDOWN_S = 3.5
 
 
 def make_llm(api: Api, arguments: Arguments) -> Any:
-    """Load the model; takes minutes. Raises ConfigError for what this release refuses, else UnavailableError."""
+    """Takes minutes. Raises ConfigError for what this release refuses, else UnavailableError."""
     began = time.monotonic()
     try:
         llm = api.llm(**choose_classes(arguments.values))
@@ -49,7 +49,7 @@ def make_llm(api: Api, arguments: Arguments) -> Any:
 
 
 def num_blocks(llm: Any, arguments: Arguments) -> int:
-    """Return the blocks of the KV pool; 0: unknown before the first iteration (releases before 1.3)."""
+    """0: unknown before the first iteration (releases before 1.3)."""
     ask = getattr(llm, "get_kv_cache_capacity", None)
     if ask is not None:
         try:
@@ -61,7 +61,7 @@ def num_blocks(llm: Any, arguments: Arguments) -> int:
 
 
 def shut_down(llms: Sequence[Any], limit_s: float = SHUTDOWN_S) -> bool:
-    """End them side by side; return whether all did in time: with a dead rank one may block forever."""
+    """Side by side; false: not in time, as with a dead rank one may block forever."""
     threads = [threading.Thread(target=_shut_down, args=(one,), name="trtllm-shutdown", daemon=True) for one in llms]
     for thread in threads:
         thread.start()
@@ -79,7 +79,7 @@ def _shut_down(llm: Any) -> None:
 
 
 def leave(reason: str) -> None:
-    """End the process, whose TensorRT-LLM is at fault: its supervisor fails the open requests and starts another."""
+    """For TensorRT-LLM's fault: the supervisor fails the open requests and starts another."""
     logger.critical("engine_broken reason=%s", reason)
     processes.kill(processes.workers_below())
     os._exit(EXIT_BROKEN)
@@ -117,7 +117,6 @@ class LlmMonitor:
                 return
 
     def _look(self) -> str:
-        """Return what is wrong; empty: nothing."""
         gone = [pid for pid, started in self.members.items() if processes.has_ended(pid, started)]
         if gone:
             return f"worker process {gone[0]} of TensorRT-LLM has ended"

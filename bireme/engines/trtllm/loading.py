@@ -38,8 +38,6 @@ logger = logging.getLogger("bireme.engines.trtllm")
 
 @dataclass(slots=True)
 class Loaded:
-    """What an engine works with."""
-
     api: Api
     arguments: Arguments
     llm: Any
@@ -51,7 +49,7 @@ class Loaded:
 
     @property
     def llms(self) -> tuple[Any, ...]:
-        """Return what is to be shut down: an encoder beside the LLM, too."""
+        """To be shut down: an encoder beside the LLM, too."""
         tower = self.pictures.tower if self.pictures is not None else None
         return (self.llm,) if tower is None else (tower.llm, self.llm)
 
@@ -103,7 +101,7 @@ def _takes_pictures(context: EngineContext, backend: str) -> bool:
 def _prepare_pictures(
     context: EngineContext, api: Api, post: Callable[[Callable[[], None]], Any]
 ) -> Callable[[Any], PictureIntake | None]:
-    """Load the vision tower, before the LLM takes what memory is left; return what makes the rest beside it."""
+    """Before the LLM takes what memory is left; return what makes the rest beside it."""
     from bireme.engines.trtllm.pictures import load_tower, make_intake
 
     tower = load_tower(context)

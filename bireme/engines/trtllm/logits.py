@@ -24,8 +24,6 @@ logger = logging.getLogger("bireme.engines.trtllm")
 
 
 class LogitsAdapter:
-    """A request's processors, in order."""
-
     def __init__(
         self, calls: Sequence[ProcessorCall], context: ProcessorContext, placeholder: int | None = None
     ) -> None:
@@ -77,7 +75,7 @@ class LogitsAdapter:
 
 
 def check_processors(calls: Sequence[ProcessorCall], context: ProcessorContext, obstacle: str) -> None:
-    """Refuse unknown names and wrong arguments, then what can't be combined. Raises RequestError."""
+    """Raises RequestError."""
     create(calls, context)
     if obstacle:
         names = ", ".join(call.name for call in calls)

@@ -53,7 +53,7 @@ class TrtllmMetrics:
             self._count_transfer(state, finish)
 
     def _count_transfer(self, state: RequestState, finish: Finish) -> None:
-        """Count the KV that was moved for a request; how many bytes is known with return_perf_metrics alone."""
+        """How many bytes is known with return_perf_metrics alone."""
         metrics = self._metrics_of(state)
         if isinstance(from_message(finish.error), KvTransferError):
             metrics.add("bireme_kv_transfer_failures_total", 1, "unavailable")
@@ -101,7 +101,7 @@ def _perf(result: Any) -> Any:
 
 
 def _between(perf: Any, start: str, end: str) -> float:
-    """Return milliseconds between two of TensorRT-LLM's times, which are timedeltas of a steady clock; 0: unknown."""
+    """Timedeltas of a steady clock; 0: unknown."""
     timing = getattr(perf, "timing_metrics", None)
     first, last = getattr(timing, start, None), getattr(timing, end, None)
     if first is None or last is None or not hasattr(first, "total_seconds"):

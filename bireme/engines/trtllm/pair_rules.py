@@ -29,10 +29,7 @@ _EQUAL: dict[str, tuple[object, str]] = {  # key -> TensorRT-LLM's default, why 
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
-    """Return all that is wrong with a recipe's TensorRT-LLM workers, each problem with its worker's name.
-
-    A worker without engine_version is checked for every release that bireme drives.
-    """
+    """Each problem has its worker's name. Without engine_version every release is checked."""
     entries = {stage: entry for stage, entry in recipe.workers.items() if entry.engine == "trtllm"}
     is_disaggregated = "prefill" in recipe.workers and "decode" in recipe.workers
     found = []
@@ -59,7 +56,7 @@ def _check_pictures(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_worker(entry: WorkerEntry, stage: str, model: str = "", *, is_disaggregated: bool) -> list[Problem]:
-    """Check one worker's YAML for its release; for all of them where it names none."""
+    """For its release; for all of them where it names none."""
     if entry.engine_version and entry.engine_version not in PROFILES:
         reason = "not a release that bireme knows"
         return [Problem(("engine_version",), entry.engine_version, reason, f"set one of {', '.join(PROFILES)}")]
@@ -72,7 +69,7 @@ def check_worker(entry: WorkerEntry, stage: str, model: str = "", *, is_disaggre
 
 
 def gpus_of(recipe: Recipe) -> int:
-    """Return how many GPUs a host needs for the recipe: those it names, or those that its engines multiply to."""
+    """Those it names, or those that its engines multiply to."""
     named = [device for entry in recipe.workers.values() for device in entry.devices]
     if named:
         return max(named) + 1

@@ -44,23 +44,18 @@ Ready = Callable[[RequestState, BiremeError | None], None]
 
 @dataclass(slots=True)
 class Tower:
-    """The vision tower beside the LLM, where this worker has it."""
-
     encoder: HandleEncoder
     llm: Any  # MultimodalEncoder, to be shut down
 
 
 def takes_pictures(context: EngineContext, backend: str) -> bool:
-    """Return whether the model is one whose pictures can be served; else it is served as a model of text."""
+    """Else it is served as a model of text."""
     names = model_files.architectures(context.model_path)
     return context.share is not None and backend == "pytorch" and any(map(is_picture_model, names))
 
 
 def load_tower(context: EngineContext) -> Tower | None:
-    """Load the vision tower before the LLM, which takes the memory that is left. None: another worker has it.
-
-    Raises ConfigError.
-    """
+    """Before the LLM, which takes the memory that is left. None: another worker has it. Raises ConfigError."""
     check_processes()
     if not context.hosts_encoder:
         return None
@@ -101,23 +96,23 @@ class PictureIntake:
         self._api, self._tokenizer = api, llm.tokenizer
 
     def of(self, items: tuple[OpenedItem, ...], num_prompt: int) -> SequencePictures | None:
-        """Return a request's pictures. Raises ResourceExhaustedError when there is no room for their embeddings."""
+        """Raises ResourceExhaustedError when there is no room for their embeddings."""
         pictures = pictures_of(items, num_prompt, self.model.merge_size)
         if pictures is not None:
             self._store.check(pictures)
         return pictures
 
     def fetch(self, state: RequestState, ready: Ready) -> None:
-        """Get the embeddings of its pictures; `ready` is called once, unless the request has ended before."""
+        """`ready` is called once, unless the request has ended before."""
         self._store.fetch(state, ready)
 
     def release(self, state: RequestState) -> None:
-        """Let go of its embeddings: TensorRT-LLM has them, or will not want them."""
+        """TensorRT-LLM has them, or will not want them."""
         state.call.shared = []
         self._store.release(state)
 
     def complete(self, call: GenerateArguments, pictures: SequencePictures | None = None) -> None:
-        """Put a request's pictures into the arguments of generate_async. Raises RequestError."""
+        """Raises RequestError."""
         fields: dict[str, Any] = {}
         if pictures is not None and pictures.is_to_be_computed:
             call.inputs = {"prompt": self._text(call.prompt, pictures.items)}
@@ -138,7 +133,7 @@ class PictureIntake:
             setattr(params, name, value)
 
     def check_made(self, state: RequestState) -> None:
-        """Raise BiremeError when TensorRT-LLM has made another prompt of a text than was asked for."""
+        """Raises BiremeError: TensorRT-LLM has made another prompt of a text."""
         made = getattr(state.result, "prompt_token_ids", None)
         if state.call.inputs is not None and made is not None and len(made) != len(state.call.prompt):
             raise BiremeError(
@@ -147,7 +142,7 @@ class PictureIntake:
             )
 
     def _handle(self, call: GenerateArguments, tensor: Any) -> dict[str, Any]:
-        """Share a tensor with TensorRT-LLM's worker until the request lets go of it."""
+        """Until the request lets go of it."""
         container = self._container.from_tensor(tensor)
         call.shared.append((container, tensor))
         handle: dict[str, Any] = container.dump_to_dict()

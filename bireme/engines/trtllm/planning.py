@@ -190,7 +190,7 @@ class Planner:
         return more
 
     def _tell_priority(self) -> None:
-        """Warn once when TensorRT-LLM ignores priorities: the request is served all the same."""
+        """Once: the request is served all the same."""
         if self._is_priority_told:
             return
         self._is_priority_told = True
@@ -202,7 +202,7 @@ class Planner:
 
 
 def retention_config(api: Api, config: KvCacheRetentionConfig) -> Any:
-    """Return TensorRT-LLM's form: durations are timedeltas."""
+    """Durations are timedeltas."""
     kind = api.retention_config
     ranges = [
         kind.TokenRangeRetentionConfig(one.token_start, one.token_end, one.priority, _duration(one.duration_ms))

@@ -34,7 +34,7 @@ class Problem:
 
 
 def show(value: Any) -> str:
-    """Return the value as YAML shows it, cut where it is long."""
+    """As YAML shows it, cut where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)

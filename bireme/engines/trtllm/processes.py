@@ -12,7 +12,7 @@ _MARK = b"mpi4py"  # in the command line of every process of an MPI pool
 
 
 def workers_below(root: int | None = None) -> dict[int, int]:
-    """Return pid -> start time (clock ticks) of the MPI workers among this process's descendants."""
+    """Return pid -> start time (clock ticks) of MPI workers among this process's descendants."""
     parents = _parents()
     family = {root or os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in family and pid not in family}:
@@ -26,7 +26,7 @@ def workers_below(root: int | None = None) -> dict[int, int]:
 
 
 def kill(members: Mapping[int, int]) -> int:
-    """SIGKILL those that still live; return how many. They hold the GPU that the next life needs."""
+    """They hold the GPU that the next life needs."""
     count = 0
     for pid, started in members.items():
         if started_at(pid) == started:
@@ -37,7 +37,7 @@ def kill(members: Mapping[int, int]) -> int:
 
 
 def started_at(pid: int) -> int | None:
-    """Return when a process was started; None when it has ended (a zombie has)."""
+    """None: it has ended (a zombie has)."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] != "Z" else None
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class GenerateArguments:
-    """Arguments of one generate_async."""
-
     prompt: list[int]
     sampling: Any
     streaming: bool = True
@@ -33,8 +31,6 @@ class GenerateArguments:
 
 
 class Cursor:
-    """How much of one output has been read."""
-
     __slots__ = ("_num_early", "num_read")
 
     def __init__(self) -> None:
@@ -93,7 +89,7 @@ class RequestState:
 
     @property
     def num_to_compute(self) -> int:
-        """Prompt tokens, those that are found in the cache among them; of a transferred request none."""
+        """Those that are found in the cache among them; of a transferred request none."""
         return 0 if self.kind == "generation_only" else len(self.call.prompt)
 
     @property
@@ -142,14 +138,13 @@ class RequestState:
         ]
 
     def carried(self, token: int) -> TokenLogprobs:
-        """Return prefill's data of its token: a release may not pass it on to decode."""
+        """A release may not pass it on to decode."""
         first = self.params.first_gen_log_probs if self.params is not None else None
         if first and first[0] and first[0][0][0] == token:
             return first[0][: 1 + (self.request.sampling.logprobs or 0)]
         return token_logprobs({}, token)
 
     def stop_token(self, output: Any) -> int | None:
-        """Return the token that ended an output with reason `stop`."""
         if isinstance(output.stop_reason, int):
             return output.stop_reason
         if output.token_ids and output.token_ids[-1] in self.stop_ids:

@@ -87,7 +87,7 @@ class Requests:
         return self.num_submitted_tokens - self._num_past_tokens
 
     async def warm_up(self) -> None:
-        """Generate one token of our own: the first starts the engine's loop, later ones show that it still runs."""
+        """The first one starts the engine's loop, later ones show that it still runs."""
         loaded = self._loaded
         sampling = loaded.api.sampling_params(max_tokens=1, end_id=-1, ignore_eos=True, detokenize=False)
         call = GenerateArguments([1], sampling, streaming=False, more={"cache_salt": "bireme warm-up"})
@@ -96,7 +96,7 @@ class Requests:
         await self._generate(call)
 
     def begin(self, state: RequestState) -> None:
-        """Hand a planned request to TensorRT-LLM, which checks it at once."""
+        """TensorRT-LLM checks it at once."""
         self._states[state.key] = state
         self._accounts.accepted(state)
         if self._is_over_already(state):
@@ -180,9 +180,7 @@ class Requests:
             state.timers.append(self._loop.call_later(limit_s, self._expire, state, text, True))
 
     async def _follow(self, state: RequestState) -> None:
-        """Read a request to its end. An iteration that raises is the engine's death, unless the error is known to be
-        local.
-        """
+        """An iteration that raises is the engine's death, unless the error is known to be local."""
         try:
             async for result in state.result:
                 self._take(state, result)
@@ -203,7 +201,7 @@ class Requests:
                 self._end(state, "error", BiremeError("TensorRT-LLM ended this request without saying why"))
 
     def _take(self, state: RequestState, result: Any) -> None:
-        """Read the one output that a request has, and end it when it is finished."""
+        """A request has one output."""
         if not result.outputs:
             result.abort()
             self._end(state, "error", BiremeError("TensorRT-LLM answered without an output"))
@@ -275,7 +273,7 @@ class Requests:
             self._stop(state, "cancelled", "")
 
     async def end_all(self, limit_s: float) -> None:
-        """Abort everything and wait a little for the ends; the rest is told that the worker stopped."""
+        """Wait a little for the ends; the rest is told that the worker stopped."""
         for state in list(self._states.values()):
             self._stop(state, "error", to_message(EngineLostError(f"{self._context.worker} has stopped")))
         if self._tasks:
@@ -289,7 +287,7 @@ class Requests:
             self._stop(state, "timeout", to_message(DeadlineExceededError(text)))
 
     def _stop(self, state: RequestState, reason: FinishReason, error: str) -> None:
-        """Abort; the request ends when TensorRT-LLM says that it has."""
+        """The request ends when TensorRT-LLM says that it has."""
         if state.ending is not None:
             return
         state.ending = (reason, error)
@@ -349,7 +347,7 @@ class Requests:
         self._fail(f"{type(error).__name__}: {error}")
 
     def _gather(self, delta: StepOutput) -> None:
-        """Gather the deltas of one turn of the loop, to emit them together."""
+        """Of one turn of the loop, to emit them together."""
         if not (self._outputs or self._plain.keys):
             self._loop.call_soon(self._flush)
         known = self._outputs.get(delta.key)
@@ -383,7 +381,7 @@ def _joined_lists(first: Any, second: Any) -> Any:
 
 
 def _with_first(fields: dict[str, Any], token: int, output: Any) -> dict[str, Any]:
-    """Return an export with the prefill's token and its log probabilities, where it had none."""
+    """Where the export had none."""
     fields["first_gen_tokens"] = fields.get("first_gen_tokens") or (token,)
     if not fields.get("first_gen_log_probs") and output.logprobs:
         fields["first_gen_log_probs"] = (token_logprobs(output.logprobs[0], token),)
@@ -391,7 +389,7 @@ def _with_first(fields: dict[str, Any], token: int, output: Any) -> dict[str, An
 
 
 def _first_token(state: RequestState, output: Any, reason: FinishReason, fields: dict[str, Any]) -> int | None:
-    """Return the token that prefill sampled; at a stop it may have been taken off."""
+    """At a stop it may have been taken off."""
     if fields.get("first_gen_tokens"):
         return int(fields["first_gen_tokens"][0])
     if reason == "stop":

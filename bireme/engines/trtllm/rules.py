@@ -187,7 +187,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_rules(yaml: Yaml) -> list[Problem]:
-    """Return the findings; for AutoDeploy only those about dropped keys."""
+    """For AutoDeploy only those about dropped keys."""
     found = []
     if yaml.is_autodeploy:
         found, yaml = list(autodeploy_leaves_out(yaml)), yaml.without(NOT_IN_AUTODEPLOY)

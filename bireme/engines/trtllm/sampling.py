@@ -26,7 +26,7 @@ PENALTIES = {row.name: row.off for row in PARAMETERS if row.is_field and row.dat
 
 
 def stop_ids(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return every id that ends this request; the first one is its `end_id`."""
+    """The first one is its `end_id`."""
     if sampling.ignore_eos:
         return sampling.stop_token_ids
     own = tuple(eos_ids) if sampling.end_id is None else (sampling.end_id,)
@@ -34,7 +34,7 @@ def stop_ids(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...
 
 
 def sampling_fields(request: EngineRequest, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Return SamplingParams' keyword arguments, except guide, bias and processors."""
+    """All but guide, bias and processors."""
     params = request.sampling
     assert params.n == 1 and params.max_tokens is not None, "the gate resolves max_tokens, the entry expands n"
     max_tokens = 1 if request.request_type == "context_only" else params.max_tokens - request.num_resumed
@@ -58,7 +58,6 @@ def needs_own_min_tokens(params: SamplingParams, eos_ids: Sequence[int]) -> bool
 
 
 def _given(params: SamplingParams, names: Iterable[str]) -> dict[str, Any]:
-    """Return those that the request has set."""
     return {name: value for name in names if (value := getattr(params, name)) is not None}
 
 

@@ -104,7 +104,7 @@ class SeriesRelay:
 
 
 def _make_collector(labels: dict[str, str]) -> Any:
-    """Return TensorRT-LLM's collector; None where it has none or it can't be made."""
+    """None where TensorRT-LLM has none or it can't be made."""
     try:
         return importlib.import_module("tensorrt_llm.metrics").MetricsCollector(labels)
     except (ImportError, AttributeError, ValueError, TypeError) as error:

@@ -22,8 +22,6 @@ _MINUS_INFINITY = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Substitutes:
-    """For one loaded engine."""
-
     version: str
     unheeded: frozenset[str]
     has_other_sampler: bool

@@ -15,7 +15,7 @@ _UNIONS = {"speculative_config": "DecodingBaseConfig", "sparse_attention_config"
 
 
 def choose_classes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the LLM's arguments with these two in the form that the installed TensorRT-LLM takes."""
+    """In the form that the installed TensorRT-LLM takes."""
     result = dict(values)
     classes = importlib.import_module("tensorrt_llm.llmapi.llm_args")
     for name, base in _UNIONS.items():

@@ -88,7 +88,7 @@ class VisualGenEngine:
 
 
 def params_of(work: DiffusionRequest, seed: int) -> dict[str, Any]:
-    """Return VisualGenParams' keyword arguments; unset values are the pipeline's own."""
+    """Unset values are the pipeline's own."""
     fields: dict[str, Any] = {
         "height": work.height,
         "width": work.width,
@@ -104,7 +104,7 @@ def params_of(work: DiffusionRequest, seed: int) -> dict[str, Any]:
 
 
 def facts_of(name: str, defaults: Any) -> PipelineFacts:
-    """Return the facts that requests are checked against; `defaults`: the loaded pipeline's VisualGenParams."""
+    """`defaults`: the loaded pipeline's VisualGenParams."""
     size_step = _SIZE_STEPS.get(name, 16)
     return PipelineFacts(
         pipeline=name,
@@ -124,7 +124,7 @@ def facts_of(name: str, defaults: Any) -> PipelineFacts:
 
 
 def _import() -> tuple[Any, Any]:
-    """Return tensorrt_llm and its module of visual generation. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         package = importlib.import_module("tensorrt_llm")
     except ImportError as error:

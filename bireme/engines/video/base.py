@@ -31,8 +31,6 @@ class AbortedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class VideoContext:
-    """What the engine process gives an engine."""
-
     worker: str
     model_path: str  # folder, or hub id
     config: EngineConfig

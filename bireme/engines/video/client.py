@@ -37,7 +37,7 @@ from bireme.video import wire
 
 
 class WorkSink(Protocol):
-    """Receives the progress of one piece of work; exactly one of `made` and `failed` ends it. Must not raise."""
+    """Of one piece of work; exactly one of `made` and `failed` ends it. Must not raise."""
 
     def queued(self, position: int) -> None:
         """`position` pieces of work go first."""
@@ -97,12 +97,11 @@ class VideoClient:
 
     @property
     def state(self) -> str:
-        """Return `ready`, or why it is not."""
         return "ready" if self._life else self._supervisor.state
 
     @property
     def facts(self) -> wire.PipelineFacts:
-        """What the pipeline takes, also while its process is restarted. Raises UnavailableError."""
+        """Known while its process is restarted, too. Raises UnavailableError."""
         if self._facts is None:
             raise UnavailableError(self._supervisor.state)
         return self._facts
@@ -114,16 +113,16 @@ class VideoClient:
         return life.pid if life else 0
 
     def start(self) -> None:
-        """Start the engine process and wait until it is ready. Raises ConfigError or UnavailableError."""
+        """Wait until it is ready. Raises ConfigError or UnavailableError."""
         self._supervisor.start()
 
     def stop(self) -> None:
-        """End the engine process; all work ends with UNAVAILABLE. May be called again."""
+        """All work ends with UNAVAILABLE. May be called again."""
         self._supervisor.stop()
         self._fail_all(UnavailableError(f"{self._worker} is stopping; try again"))
 
     def submit(self, generation: wire.DiffusionRequest, sink: WorkSink) -> int:
-        """Queue a piece of work and return its number. Raises ResourceExhaustedError, UnavailableError."""
+        """Return its number. Raises ResourceExhaustedError, UnavailableError."""
         with self._lock:
             if self._is_down:
                 raise UnavailableError(self._supervisor.state)
@@ -138,14 +137,14 @@ class VideoClient:
         return work.number
 
     def abort(self, number: int) -> None:
-        """Stop a piece of work: at once where it waits, after the current step where it runs."""
+        """At once where it waits, after the current step where it runs."""
         self._leave_queue(number, RequestCancelledError("the request was aborted"))
         with self._lock:
             if self._running is not None and self._running.number == number and self._life is not None:
                 self._send(self._life, wire.AbortDiffusion(self._life.number, number))
 
     def expire(self, number: int) -> None:
-        """End a piece of work that has waited for too long; does nothing to a running one."""
+        """Does nothing to a running one."""
         limit = self._config.max_queue_time_s
         self._leave_queue(
             number, DeadlineExceededError(f"not begun in {limit:g} s (video.max_queue_time_s); try later")
@@ -197,7 +196,6 @@ class VideoClient:
     # The queue
 
     def _advance(self) -> None:
-        """Hand the next piece of work to the idle engine; tell the others their positions."""
         with self._lock:
             if self._running is None and self._life is not None and self._waiting:
                 work = self._running = self._waiting.popleft()

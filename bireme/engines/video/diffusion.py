@@ -57,7 +57,7 @@ class DiffusionEngine:
         return facts
 
     def generate(self, work: DiffusionRequest, on_step: OnStep) -> Frames:
-        """Pictures are made one after the other, each by its own seed, so that each can be made again alone."""
+        """Pictures one after the other, each by its own seed, so that each can be made again alone."""
         import torch
 
         try:
@@ -143,7 +143,7 @@ class DiffusionEngine:
         )
 
     def _warm_up(self, facts: PipelineFacts) -> None:
-        """Two steps at a small size: a faulty model fails now, and kernels are compiled."""
+        """A faulty model fails now, and kernels are compiled."""
         side = max(facts.width_step, 64 // facts.width_step * facts.width_step)
         frames = facts.frame_step + 1 if facts.is_video else 1
         work = DiffusionRequest(
@@ -163,7 +163,7 @@ def _count_on(on_step: OnStep, done: int, step: int) -> None:
 
 
 def pipeline_name(model_path: str) -> str:
-    """Return the class that model_index.json names; of a hub id, too. Raises ConfigError."""
+    """Of a hub id, too. Raises ConfigError."""
     try:
         text = _index_file(model_path).read_text(encoding="utf-8")
         name = json.loads(text)["_class_name"]
@@ -208,7 +208,6 @@ def _dtype(wanted: str, device: str) -> str:
 
 
 def frame_step(pipeline: Any) -> int:
-    """Return how many frames one latent stands for."""
     for name in ("vae_scale_factor_temporal", "vae_temporal_compression_ratio"):
         if value := getattr(pipeline, name, None):
             return int(value)
@@ -216,7 +215,7 @@ def frame_step(pipeline: Any) -> int:
 
 
 def size_step(pipeline: Any, name: str) -> int:
-    """Return the divisor of width and height: pixels of a latent times latents of a patch."""
+    """Pixels of a latent times latents of a patch."""
     names = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
     pixels = next((int(value) for found in names if (value := getattr(pipeline, found, None))), 8)
     patch = getattr(getattr(pipeline, "transformer", None), "config", {}).get("patch_size", 1)
@@ -228,7 +227,7 @@ def size_step(pipeline: Any, name: str) -> int:
 
 
 def to_frames(values: Any) -> Frames:
-    """Return floats between 0 and 1 as uint8, (T, H, W, 3). Raises BiremeError for NaN."""
+    """As uint8, (T, H, W, 3). Raises BiremeError for NaN."""
     frames = np.asarray(values, np.float32)
     if not np.isfinite(frames).all():
         raise BiremeError("the pipeline made NaN or infinity; set dtype: float32 or bfloat16 in the engine's YAML")

@@ -66,7 +66,6 @@ class EngineLink:
         self._io.post(frame(wire.VIDEO, wire.encode(event)))
 
     def close(self) -> None:
-        """Send what is queued and end the thread."""
         self._io.close()
 
     def take(self, data: bytes) -> None:

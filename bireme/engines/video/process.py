@@ -42,7 +42,6 @@ class VideoProcess:
         self._is_stopping = False
 
     def run(self) -> int:
-        """Serve until told to stop; return the exit status."""
         start_log(f"{self._worker} engine")
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
@@ -126,7 +125,7 @@ class VideoProcess:
 
 
 class _Progress:
-    """An OnStep: counts and reports one work's steps, and ends the work when it is aborted."""
+    """An OnStep for one work."""
 
     def __init__(self, process: VideoProcess, number: int, total: int) -> None:
         self._process, self._number, self._total = process, number, total
