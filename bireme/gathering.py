@@ -1,4 +1,4 @@
-"""Coroutines side by side: all of their results, or the first failure."""
+"""Coroutines side by side: all of their results, or the first failure, or their end."""
 
 from __future__ import annotations
 
@@ -23,3 +23,11 @@ async def all_results(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
             if isinstance(other, BaseException) and other is not first:
                 drop_frames(other)
         raise
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and return when they have ended, whatever with."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

@@ -22,15 +22,16 @@ import msgspec
 from bireme.child_process import Backoff
 from bireme.config import FrontendConfig
 from bireme.errors import NotFoundError, RequestError, UnavailableError, drop_frames
+from bireme.gathering import end_all
 from bireme.metrics import Registry
 from bireme.openai.batch.batch_lines import BatchLine, LineReader, answered_line, check_lines, problem_of
 from bireme.openai.batch.batch_store import UNFINISHED, StoredBatch
-from bireme.openai.batch.files import FilesAndBatches, FilesApi, age_of, page_tree
+from bireme.openai.batch.files import FilesAndBatches, FilesApi, age_of
 from bireme.openai.batch.line_gate import Endpoint, LineGate
 from bireme.openai.batch.results import write_results
 from bireme.openai.http.call import JSON, Call, Message
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
-from bireme.openai.http.query import limit_of, query_of
+from bireme.openai.http.query import limit_of, page_tree, query_of
 from bireme.openai.keys import OPEN, ApiKeys, Tenant
 from bireme.openai.store_thread import StoreThread, watch
 from bireme.pipelines.chat_answer import encode_json
@@ -102,10 +103,7 @@ class Batches:
             )
 
     async def stop(self) -> None:
-        tasks = [*(run.task for run in self._running.values()), *filter(None, [self._watcher])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all([*(run.task for run in self._running.values()), *filter(None, [self._watcher])])
 
     async def create(self, call: Call, data: bytes) -> None:
         body = decode_body(data, BatchBody, {})
@@ -223,9 +221,7 @@ class Batches:
                 running.add(asyncio.get_running_loop().create_task(work))
             await asyncio.gather(*running)
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await end_all(running)
             reader.close()
 
     async def _run_line(self, batch: StoredBatch, number: int, line: BatchLine, tenant: Tenant) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 from bireme.config import FrontendConfig
 from bireme.errors import NotFoundError, RequestError, UnavailableError
@@ -16,7 +15,7 @@ from bireme.openai.batch.upload_store import UploadedFile, UploadStore
 from bireme.openai.database import DatabaseError
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError
-from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
+from bireme.openai.http.query import PAGING, is_ascending, limit_of, page_tree, query_of
 from bireme.openai.keys import Tenant
 from bireme.openai.store_thread import StoreThread
 from bireme.pipelines.chat_answer import encode_json
@@ -133,11 +132,6 @@ class FilesApi:
         if file is None:
             raise _missing(file_id)
         return file
-
-
-def page_tree(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": has_more}
 
 
 def age_of(anchor: object, seconds: object, names: dict[str, str], max_age_s: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 from urllib.parse import parse_qsl
 
 from bireme.errors import RequestError
@@ -28,6 +29,12 @@ def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
     if size is None:
         raise RequestError(f"limit: {limit[:20]}; the range is 1 to {most}")
     return size
+
+
+def page_tree(data: list[dict[str, Any]], has_more: bool, no_id: str | None = None) -> dict[str, Any]:
+    """Return OpenAI's object of a page. `no_id`: of the first and the last where there is none."""
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (no_id, no_id)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
 
 
 def page_size(text: str, most: int) -> int | None:

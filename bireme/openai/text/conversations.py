@@ -11,7 +11,7 @@ import msgspec
 
 from bireme.errors import NotFoundError, RequestError
 from bireme.openai.http.call import Call, Handler, Post
-from bireme.openai.http.query import PAGING, is_ascending, limit_of, query_of
+from bireme.openai.http.query import PAGING, is_ascending, limit_of, page_tree, query_of
 from bireme.openai.keys import Tenant
 from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.response_items import Item, checked_items, listed
@@ -105,7 +105,7 @@ class Conversations:
         items, name = _checked(decode_body(data, ItemsBody, {}).items), _name_of(call)
         if not await self._store.do(ResponseStore.add_items, name, call.tenant.name, items, self._max_bytes):
             raise await self._too_large(call)
-        await call.reply(200, list_json(items, has_more=False))
+        await call.reply(200, encode_json(page_tree(items, False, no_id="")))
 
     async def _show_item(self, call: Call) -> None:
         query_of(call, ("include",))
@@ -152,12 +152,7 @@ def page_json(call: Call, items: list[Item]) -> bytes:
         if at is None:
             raise RequestError(f"after: {after[:80]}; no such item, send the last_id of a page")
         ordered = ordered[at + 1 :]
-    return list_json(ordered[:limit], has_more=len(ordered) > limit)
-
-
-def list_json(items: list[Item], *, has_more: bool) -> bytes:
-    first, last = (items[0]["id"], items[-1]["id"]) if items else ("", "")
-    return encode_json({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more})
+    return encode_json(page_tree(ordered[:limit], len(ordered) > limit, no_id=""))
 
 
 def _checked(given: list[Item]) -> list[Item]:

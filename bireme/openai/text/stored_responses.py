@@ -20,6 +20,7 @@ import msgspec
 from bireme.child_process import Backoff
 from bireme.config import FrontendConfig
 from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError, drop_frames
+from bireme.gathering import end_all
 from bireme.openai.http.call import Call, Handler, Post
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.pace import Pacer
@@ -100,10 +101,7 @@ class StoredResponses:
 
     async def stop(self) -> None:
         """Leave what is under way to other processes, or the next start."""
-        tasks = [*self._running.values(), *filter(None, [self._watcher])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all([*self._running.values(), *filter(None, [self._watcher])])
         await self.store.close()
 
     def routes(self, with_body: Callable[[Post], Handler]) -> dict[str, dict[str, Handler]]:

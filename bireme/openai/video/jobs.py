@@ -14,6 +14,7 @@ import msgspec
 
 from bireme.config import VideoConfig
 from bireme.errors import BiremeError, UnavailableError, drop_frames
+from bireme.gathering import end_all
 from bireme.openai.http.error_replies import is_internal, reply_of
 from bireme.openai.keys import Tenant
 from bireme.openai.video.job_store import FilesAndJobs, Job
@@ -55,10 +56,7 @@ class VideoJobs:
 
     async def stop(self) -> None:
         """End all; they are recorded as failed."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._tasks.values())
 
     def _forget(self, job_id: str, tenant: Tenant) -> None:
         self._tasks.pop(job_id, None)

@@ -14,7 +14,7 @@ from bireme.openai.http.error_replies import HttpError, reply_of, shutting_down
 from bireme.openai.http.event_stream import COMMENT, DONE, PREFIX, SUFFIX
 from bireme.openai.http.file_reply import send_file
 from bireme.openai.http.form import json_of
-from bireme.openai.http.query import page_size
+from bireme.openai.http.query import page_size, page_tree
 from bireme.openai.video.job_store import Job
 from bireme.openai.video.jobs import VideoJobs
 from bireme.openai.video.served_video import ServedVideo, VideoModels
@@ -51,14 +51,7 @@ class Videos:
             jobs += [(job, model) for job in page]
         jobs.sort(key=lambda found: found[0].position, reverse=not is_ascending)
         trees = [_job_tree(job, model) for job, model in jobs[:limit]]
-        answer = {
-            "object": "list",
-            "data": trees,
-            "first_id": trees[0]["id"] if trees else None,
-            "last_id": trees[-1]["id"] if trees else None,
-            "has_more": len(jobs) > limit,
-        }
-        await call.reply(200, encode_json(answer))
+        await call.reply(200, encode_json(page_tree(trees, len(jobs) > limit)))
 
     async def show(self, call: Call) -> None:
         job, model = await self._find(call, _id_in(call.path))
