@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from bireme.engines.torch.scheduling.delivery import Delivery
+from bireme.engines.torch.scheduling.delivery import TokenDelivery
 from bireme.engines.torch.scheduling.parts import Parts
-from bireme.engines.torch.scheduling.requests import Requests
+from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
 from bireme.errors import BiremeError
@@ -15,7 +15,7 @@ from bireme.kv.blocks.block_tiers import BlockCopy, CopyResult
 
 
 class Arrivals:
-    def __init__(self, parts: Parts, scheduler: Scheduler, requests: Requests, delivery: Delivery) -> None:
+    def __init__(self, parts: Parts, scheduler: Scheduler, requests: OpenRequests, delivery: TokenDelivery) -> None:
         self._parts, self._scheduler, self._requests, self._delivery = parts, scheduler, requests, delivery
 
     def start(self, plan: SchedulerOutput, now: float) -> None:

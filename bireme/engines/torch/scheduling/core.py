@@ -16,9 +16,9 @@ import torch
 from bireme.engines.base import PlainTokens, StepOutput
 from bireme.engines.torch.forward.forward import Computed, StepPath
 from bireme.engines.torch.scheduling.arrivals import Arrivals
-from bireme.engines.torch.scheduling.delivery import Delivery
+from bireme.engines.torch.scheduling.delivery import TokenDelivery
 from bireme.engines.torch.scheduling.parts import Parts
-from bireme.engines.torch.scheduling.requests import Requests
+from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
 from bireme.errors import BiremeError
@@ -51,8 +51,8 @@ class EngineCore:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.scheduler = Scheduler(parts.manager, parts.limits)
-        self.requests = Requests(parts, self.scheduler)
-        self._delivery = Delivery(parts, self.scheduler, self.requests)
+        self.requests = OpenRequests(parts, self.scheduler)
+        self._delivery = TokenDelivery(parts, self.scheduler, self.requests)
         self._arrivals = Arrivals(parts, self.scheduler, self.requests, self._delivery)
         self.num_steps = 0
         self._num_failed_steps = 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bireme.engines.base import PlainTokens, StepOutput
 from bireme.engines.torch.scheduling.parts import Parts
-from bireme.engines.torch.scheduling.requests import Requests
+from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.step import Sequence, SequenceStatus
 from bireme.logits.sampler import Sampled
 from bireme.messages import TokenLogprobs
 
 
-class Delivery:
-    def __init__(self, parts: Parts, scheduler: Scheduler, requests: Requests) -> None:
+class TokenDelivery:
+    def __init__(self, parts: Parts, scheduler: Scheduler, requests: OpenRequests) -> None:
         self._parts, self._scheduler, self._requests = parts, scheduler, requests
         self._plain = PlainTokens([], [])  # of the last step; what happens between steps is emitted before it
 

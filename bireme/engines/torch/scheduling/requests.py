@@ -18,7 +18,7 @@ from bireme.messages import Finish, FinishReason
 logger = logging.getLogger("bireme.engines.torch")
 
 
-class Requests:
+class OpenRequests:
     def __init__(self, parts: Parts, scheduler: Scheduler) -> None:
         self.running: dict[RequestKey, Sequence] = {}  # all that have no end
         self.preparing: set[RequestKey] = set()  # whose pictures or guide are still to come
