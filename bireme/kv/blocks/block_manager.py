@@ -353,31 +353,31 @@ class BlockManager:
         self, table: BlockTable, tokens: Sequence[int], group: int, pool: BlockPool, begin: int, full: int
     ) -> None:
         has_events = self.events is not None and group == self._event_group
-        run: list[StoredBlock] = []
-        parent = None
+        begin_new = begin  # of those that are new, without an event yet
         for index in range(begin, full):
-            block = table.blocks[group][index]
+            block, digest = table.blocks[group][index], table.hashes[index]
             event_hash = table.event_hashes[index] if has_events else None
-            has_copy = self.tiers.find(group, table.hashes[index]) is not None
-            is_new = block != NULL and pool.commit(block, table.hashes[index], event_hash)
-            if is_new and event_hash is not None and not has_copy:
-                if not run:
-                    parent = table.event_hashes[index - 1] if index else None
-                run.append(self._stored_block(table, tokens, index, event_hash))
-                continue
+            has_copy = self.tiers.find(group, digest) is not None
+            is_new = block != NULL and pool.commit(block, digest, event_hash)
             if is_new and has_copy:
-                self.tiers.came_up(event_hash)
-            if run:
-                self._record(table, parent, run)
-                run = []
-        if run:
-            self._record(table, parent, run)
+                self.tiers.moved(event_hash, DEVICE)
+            if has_copy or not is_new:
+                self._record(table, tokens, group, range(begin_new, index))
+                begin_new = index + 1
+        self._record(table, tokens, group, range(begin_new, full))
 
-    def _stored_block(self, table: BlockTable, tokens: Sequence[int], index: int, event_hash: int) -> StoredBlock:
-        first, last = index * self.tokens_per_block, (index + 1) * self.tokens_per_block
-        spans = hashing.media_in(table.media, first, last) if table.media else []
-        return StoredBlock(event_hash, tuple(tokens[first:last]), tuple(span.event_hash for span in spans))
-
-    def _record(self, table: BlockTable, parent: int | None, run: list[StoredBlock]) -> None:
-        assert self.events is not None
-        self.events.stored(parent, tuple(run), table.lora_name, table.cache_salt)
+    def _record(self, table: BlockTable, tokens: Sequence[int], group: int, new: range) -> None:
+        """Record the event of new blocks that follow each other."""
+        if self.events is None or group != self._event_group or not new:
+            return
+        size = self.tokens_per_block
+        blocks = [
+            StoredBlock(
+                table.event_hashes[index],
+                tuple(tokens[index * size : (index + 1) * size]),
+                tuple(span.event_hash for span in hashing.media_in(table.media, index * size, (index + 1) * size)),
+            )
+            for index in new
+        ]
+        parent = table.event_hashes[new.start - 1] if new.start else None
+        self.events.stored(parent, tuple(blocks), table.lora_name, table.cache_salt)

@@ -142,12 +142,12 @@ class BlockTiers:
             self.counts.onboarded[copy.source_tier, copy.group] += 1
             if self.pools[DEVICE][copy.group].commit(copy.target, copy.digest, event_hash):
                 self.pools[DEVICE][copy.group].retain(copy.target, pool.retention(copy.source))
-                self.came_up(event_hash)
+                self.moved(event_hash, DEVICE)
 
-    def came_up(self, event_hash: int | None) -> None:
-        """A block that a lower tier has is on the device as well."""
+    def moved(self, event_hash: int | None, tier: int) -> None:
+        """Record that this is now the highest tier that has the block."""
         if self._events is not None and event_hash is not None:
-            self._events.moved(event_hash, DEVICE)
+            self._events.moved(event_hash, tier)
 
     def _offload(self, tier: int, group: int) -> list[BlockCopy]:
         pool, lower, moving = self.pools[tier][group], self.pools[tier + 1][group], self._moving[tier][group]
@@ -175,8 +175,7 @@ class BlockTiers:
         for below in range(tier + 1, len(self.pools)):
             if (copy := self.pools[below][group].lookup(digest)) is not None:
                 self.pools[below][group].touch(copy)
-                if self._events is not None and event_hash is not None:
-                    self._events.moved(event_hash, below)
+                self.moved(event_hash, below)
                 return
         if tier + 1 < len(self.pools) and self.pools[tier][group].retention(block).priority >= self._min_priority:
             self.counts.missed[tier + 1, group] += 1
