@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from bireme.child_process import Backoff
 from bireme.kv.wire.event_reading import BlockChanges, ReadBatch, cleared
 from bireme.kv.wire.event_wire import END, SNAPSHOT
 
@@ -18,7 +19,7 @@ ANSWER_TIMEOUT_S = 2.0  # without any part of an answer; then it is asked for ag
 STALE_S = 5.0  # out of step for so long: what was known is forgotten
 _BEHIND_S = 0.25  # a report of load may overtake the batches that it speaks of
 _MAX_WAITING = 10_000  # batches that wait for an answer
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 5.0  # between questions that follow each other
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between questions that follow each other
 
 
 class KvEventStream:
@@ -41,7 +42,7 @@ class KvEventStream:
         self._is_asking = True
         self._asked_at: float | None = None  # None: not yet, or again
         self._ask_at = 0.0
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._snapshot_seq: int | None = None  # of the snapshot that is being read
         self._waiting: deque[tuple[int, ReadBatch]] = deque()
         self._out_of_step_since: float | None = None  # None: in step, or nothing is known that could be wrong
@@ -101,13 +102,7 @@ class KvEventStream:
     def question(self) -> int | None:
         """Return the seq to ask for now, or SNAPSHOT; None: nothing. Call it after whatever arrived, and in time."""
         now = self._clock()
-        if self._behind is not None and not self._is_asking:
-            next_seq, since = self._behind
-            if self._expected is not None and next_seq <= self._expected:
-                self._behind = None
-            elif now - since > _BEHIND_S:
-                self._count("gaps", next_seq - (self._expected or 0))
-                self._ask()
+        self._catch_up(now)
         if not self._is_asking:
             return None
         if self._out_of_step_since is not None and now - self._out_of_step_since > STALE_S:
@@ -116,16 +111,26 @@ class KvEventStream:
         if is_asked or now < self._ask_at:
             return None
         self._asked_at, self._snapshot_seq = now, None
-        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
-        self._ask_at = now + self._pause_s
+        self._ask_at = now + self._backoff.next_s()
         return SNAPSHOT if self._expected is None else self._expected
+
+    def _catch_up(self, now: float) -> None:
+        """Ask for what a report has named, if it does not come by itself."""
+        if self._behind is None or self._expected is None or self._is_asking:
+            return
+        next_seq, since = self._behind
+        if next_seq <= self._expected:
+            self._behind = None
+        elif now - since > _BEHIND_S:
+            self._count("gaps", next_seq - self._expected)
+            self._ask()
 
     def _take_next(self, batch: ReadBatch) -> None:
         assert self._expected is not None
         self._apply(batch.changes)
         self._expected += 1
         self._last_ts = batch.ts
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff.reset()
 
     def _ask(self, *, from_start: bool = False) -> None:
         """Fall out of step. `from_start`: what is missing can't be had one by one."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from bireme.child_process import Backoff
 from bireme.kv.blocks import hashing
 from bireme.kv.blocks.events import KvEvent
 from bireme.kv.publishing.held_blocks import HeldBlocks
@@ -46,7 +47,7 @@ _SNAPSHOT_WEIGHT = 16_384  # of one turn's part
 _MAX_ANSWERS = 64  # that are being sent at once; one more must ask again
 _ANSWER_TIMEOUT_S = 5.0  # a reader that takes nothing for so long must ask again
 _KEPT_BYTES = 64 << 20  # of sent batches, a rank
-_MAX_BACKOFF_S, _MAX_DOUBLINGS = 1.0, 10
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 
 class EngineState(Protocol):
@@ -201,8 +202,8 @@ class KvPublisher:
         self._load_seq = 0
         self._last_load: WorkerLoad | None = None
         self._reported_at = self._changed_at = self._last_ts = 0.0
-        self._num_errors = 0  # turns in a row that had one
-        self._has_failed = False  # this turn
+        self._had_failed = self._has_failed = False  # the last turn, this one
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)  # after turns that fail
         self._is_awake = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-publisher", daemon=True)
 
@@ -226,12 +227,13 @@ class KvPublisher:
         self._changed_at = time.monotonic()
         while not self._is_closing:
             self._plane.wait(self._pause())
-            self._has_failed = False
+            self._had_failed, self._has_failed = self._has_failed, False
             self._guard("turn", self._turn)
-            self._num_errors = self._num_errors + 1 if self._has_failed else 0
             self._metrics.set("bireme_kv_publisher_up", not self._has_failed)
-            if self._num_errors and not self._is_closing:
-                time.sleep(min(LOOK_S * 2 ** min(self._num_errors, _MAX_DOUBLINGS), _MAX_BACKOFF_S))
+            if not self._has_failed:
+                self._backoff.reset()
+            elif not self._is_closing:
+                time.sleep(self._backoff.next_s())
 
     def _pause(self) -> float:
         """Return how long to sleep: not at all while readers take answers, little while things change."""
@@ -375,7 +377,7 @@ class KvPublisher:
             action()
         except Exception as error:
             self._metrics.add("bireme_kv_event_errors_total", 1, what)
-            if not self._num_errors and not self._has_failed:
+            if not self._had_failed and not self._has_failed:
                 tell = logger.warning if isinstance(error, OSError) else logger.exception
                 tell("kv_publisher_failed worker=%s at=%s error=%s", self._worker, what, error)
             self._has_failed = True

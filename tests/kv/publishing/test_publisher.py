@@ -331,10 +331,11 @@ def test_an_address_that_is_not_this_host_s_is_refused(tmp_path):
 def test_a_plane_that_was_gone_for_an_hour_is_used_again(bench):
     """Its pauses double with each failed turn: 2 to the power of 1024 is no float."""
     one = bench()
-    one.publisher._num_errors = 5000
+    for _ in range(5000):
+        one.publisher._backoff.next_s()
     one.source.error = OSError("gone")
     one.publisher.wake()
-    wait_for(lambda: one.publisher._num_errors > 5000)
+    wait_for(lambda: one.publisher._had_failed)
     one.source.error = None
     one.sync()
 
