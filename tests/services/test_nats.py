@@ -19,7 +19,7 @@ from bireme.kv.wire.nats_connection import ENDPOINT, MAC_HEADER, SEQ_HEADER
 from bireme.launch.ports import free_port
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import wait_for
-from tests.kv.publishing.published import KEY, SIZE, Published
+from tests.kv.publishing.published import KEY, SIZE, Published, out_of_step
 
 PROMPT = list(range(100, 100 + 8 * SIZE))
 HASHES = sequence_hashes(PROMPT, SIZE)
@@ -110,7 +110,7 @@ def is_sent(one):
 def test_events_and_load_get_to_the_index(config, publish, follow):
     one, other = publish(config), publish(config, "decode_1")
     feed = follow(config, one, other)
-    wait_for(lambda: feed.loads and feed.out_of_step() == [])
+    wait_for(lambda: feed.loads and out_of_step(feed) == [])
     hashes = one.store(PROMPT)
     other.store(PROMPT[: 2 * SIZE])
     wait_for(lambda: (depth(feed), depth(feed, "decode_1")) == (8, 2))
@@ -145,7 +145,7 @@ def test_with_jetstream_a_server_that_has_lost_its_stream_is_sent_on_and_gets_it
     config = KvEventsConfig(plane="jetstream", nats_url=server.url)
     one = publish(config)
     feed = follow(config, one)
-    wait_for(lambda: one.plane._has_stream and feed.loads and feed.out_of_step() == [])
+    wait_for(lambda: one.plane._has_stream and feed.loads and out_of_step(feed) == [])
     server.kill()
     server.forget()
     server.start()
@@ -164,7 +164,7 @@ def test_with_jetstream_a_server_that_has_lost_its_stream_is_sent_on_and_gets_it
 def test_while_the_server_is_gone_the_last_view_stands_and_says_so(config, server, publish, follow):
     one = publish(config)
     feed = follow(config, one)
-    wait_for(lambda: feed.loads and feed.out_of_step() == [])
+    wait_for(lambda: feed.loads and out_of_step(feed) == [])
     one.store(PROMPT)
     wait_for(lambda: depth(feed) == 8)
     server.kill()
@@ -211,7 +211,7 @@ def test_an_engine_that_starts_before_the_server_is_heard_when_it_is_there(confi
 def test_messages_without_the_deployment_s_signature_are_counted_and_not_believed(config, server, publish, follow):
     one = publish(config)
     feed = follow(config, one)
-    wait_for(lambda: feed.loads and feed.out_of_step() == [])
+    wait_for(lambda: feed.loads and out_of_step(feed) == [])
     subject = one.record.event_endpoint.removeprefix(ENDPOINT) + ".events.0"
     forged = {SEQ_HEADER: "1", MAC_HEADER: "0" * 32}
 
@@ -235,7 +235,7 @@ async def _send(url, subject, headers):
 def test_a_reader_with_another_key_hears_nothing(config, publish, follow):
     one = publish(config)
     stranger, friend = follow(config, one, key=b"another key"), follow(config, one)
-    wait_for(lambda: friend.loads and friend.out_of_step() == [])
+    wait_for(lambda: friend.loads and out_of_step(friend) == [])
     one.store(PROMPT)
     wait_for(lambda: depth(friend) == 8)
     assert depth(stranger) == 0 and stranger.loads == {}
@@ -246,7 +246,7 @@ def test_closing_ends_the_threads(config, publish, follow):
 
     one = publish(config)
     feed = follow(config, one)
-    wait_for(lambda: feed.loads and feed.out_of_step() == [])
+    wait_for(lambda: feed.loads and out_of_step(feed) == [])
     one.close()
     feed.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]

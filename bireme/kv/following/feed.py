@@ -220,14 +220,6 @@ class KvFeed:
         view = {name: one for name, one in workers.items() if one.event_endpoint or one.load_endpoint}
         self._mailbox.post(lambda: self._set_workers(view))
 
-    def out_of_step(self) -> list[str]:
-        """Return the workers of whose blocks or load nothing certain is known now; from any thread."""
-        return [
-            name
-            for name, one in list(self._followers.items())
-            if name not in self.loads or not all(stream.is_in_step for stream in one.streams)
-        ] + list(self._missing)
-
     def close(self) -> None:
         self._mailbox.post(self._begin_close)
         if self._thread.ident is not None:
@@ -235,10 +227,8 @@ class KvFeed:
 
     def count(self, what: str, amount: int) -> None:
         self.counters[what] += amount
-        if what == "gaps":
-            self._metrics.add("bireme_kv_feed_gaps_total", amount)
-        elif what == "resyncs":
-            self._metrics.add("bireme_kv_feed_resyncs_total", amount)
+        if what in ("gaps", "resyncs"):
+            self._metrics.add(f"bireme_kv_feed_{what}_total", amount)
         else:
             self._metrics.add("bireme_kv_feed_discarded_total", amount, what)
 
@@ -350,21 +340,26 @@ class KvFeed:
     def apply(self, followers: Collection[FollowedWorker]) -> None:
         """Write into the index what the followers' streams have let through: in one call what lies together."""
         assert self.index is not None
-        run: BlockChanges | None = None
         try:
             with self.lock:
-                for changes in itertools.chain.from_iterable(one.let_through() for one in followers):
-                    if run is None or (joined := run.joined(changes)) is None:
-                        if run is not None:
-                            self.index.apply(run)
-                        joined = changes
-                    run = joined
-                if run is not None:
-                    self.index.apply(run)
+                for changes in _joined(itertools.chain.from_iterable(one.let_through() for one in followers)):
+                    self.index.apply(changes)
         except Exception:  # such as an index that is full: what is known of these workers is not whole
             for stream in itertools.chain.from_iterable(one.streams for one in followers):
                 stream.take_new_life()
             raise
+
+
+def _joined(parts: Iterable[BlockChanges]) -> Iterator[BlockChanges]:
+    """Put together what lies together."""
+    whole: BlockChanges | None = None
+    for part in parts:
+        longer = whole.joined(part) if whole is not None else part
+        if longer is None and whole is not None:
+            yield whole
+        whole = longer or part
+    if whole is not None:
+        yield whole
 
 
 def _identity(record: WorkerRecord) -> tuple[Any, ...]:

@@ -167,7 +167,6 @@ def _parents_first(held: dict[int, tuple[HeldBlock, int]]) -> Iterator[int]:
 def _stored(run: list[HeldBlock], tier: int, size: int, wire_hash: Callable[[int, bool], int]) -> BlockStored:
     first = run[0]
     parent = wire_hash(first.parent, first.is_salted) if first.parent is not None else None
-    has_media = any(block.media for block in run)
     media = [[f"{value:016x}{0:048x}" for value in block.media] or None for block in run]
     return BlockStored(
         [block.wire_hash for block in run],
@@ -176,7 +175,7 @@ def _stored(run: list[HeldBlock], tier: int, size: int, wire_hash: Callable[[int
         0 if first.is_salted else size,
         medium=MEDIA_OF_TIERS[tier],
         lora_name=first.lora_name or None,
-        extra_keys=media if has_media else None,
+        extra_keys=media if any(media) else None,
     )
 
 

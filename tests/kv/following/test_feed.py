@@ -19,7 +19,7 @@ from bireme.kv.following.index import KvIndex
 from bireme.kv.wire.event_wire import LOAD_TOPIC, LoadReport, WorkerLoad, encode_payload
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import wait_for
-from tests.kv.publishing.published import KEY, SIZE, Published
+from tests.kv.publishing.published import KEY, SIZE, Published, out_of_step
 
 PROMPT = list(range(100, 100 + 8 * SIZE))
 HASHES = sequence_hashes(PROMPT, SIZE)
@@ -37,7 +37,7 @@ class Router:
         self.feed.follow({one.record.worker: one.record for one in publishers})
 
     def is_in_step(self, worker="decode"):
-        wait_for(lambda: worker in self.feed.loads and not self.feed.out_of_step())
+        wait_for(lambda: worker in self.feed.loads and not out_of_step(self.feed))
 
     def depth(self, worker, hashes=HASHES, tier=0):
         with self.feed.lock:
@@ -183,14 +183,14 @@ def test_a_silent_worker_s_load_is_not_known(router, publish):
     router.is_in_step()
     one.close()
     wait_for(lambda: "decode" not in router.feed.loads)
-    assert router.feed.out_of_step() == ["decode"]
+    assert out_of_step(router.feed) == ["decode"]
 
 
 def test_load_is_known_where_events_are_off(router, publish):
     one = publish(has_events=False)
     router.follow(one)
     wait_for(lambda: "decode" in router.feed.loads)
-    assert router.feed.slots == {"decode": ()} and router.feed.out_of_step() == []
+    assert router.feed.slots == {"decode": ()} and out_of_step(router.feed) == []
 
 
 def test_ranks_of_a_worker_have_slots_of_their_own(router, publish):
@@ -345,9 +345,9 @@ def test_a_worker_that_could_not_be_followed_is_tried_again(router, publish, mon
 def test_a_worker_that_cannot_be_followed_is_not_in_step(router, publish, monkeypatch):
     monkeypatch.setattr(router.feed, "open_link", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
     router.follow(publish())
-    wait_for(lambda: router.feed.out_of_step() == ["decode"])
+    wait_for(lambda: out_of_step(router.feed) == ["decode"])
     router.follow()
-    wait_for(lambda: router.feed.out_of_step() == [])
+    wait_for(lambda: out_of_step(router.feed) == [])
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")

@@ -10,6 +10,7 @@ from typing import Any
 from bireme.discovery.records import WorkerRecord
 from bireme.kv.blocks.events import EventBuffer, StoredBlock
 from bireme.kv.blocks.hashing import event_seed, sequence_hashes
+from bireme.kv.following.feed import KvFeed
 from bireme.kv.publishing.publisher import KvPublisher
 from bireme.kv.publishing.zmq_plane import ZmqPlane
 from bireme.metrics import Registry
@@ -41,6 +42,15 @@ class Source:
         blocks = [StoredBlock(value, tuple(tokens[at * SIZE : (at + 1) * SIZE])) for at, value in enumerate(hashes)]
         self.events.stored(None, tuple(blocks), "", salt)
         return hashes
+
+
+def out_of_step(feed: KvFeed) -> list[str]:
+    """Return the workers of whose blocks or load the feed knows nothing certain now."""
+    return [
+        name
+        for name, one in list(feed._followers.items())
+        if name not in feed.loads or not all(stream.is_in_step for stream in one.streams)
+    ] + list(feed._missing)
 
 
 class Published:
