@@ -74,9 +74,6 @@ class BlockPool:
     def num_referenced(self) -> int:
         return self.num_blocks - self.num_available
 
-    def references(self, block: int) -> int:
-        return self._references[block]
-
     def allocate(self) -> int:
         """Return a block with one reference and no hash. One must be available."""
         block = self._free.pop() if self._free else self._evict()

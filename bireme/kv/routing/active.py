@@ -87,10 +87,6 @@ class ActiveRequests:
         """Tokens of the prompt that is being computed."""
         return next(iter(self._waiting.values())).prefill_tokens if self._waiting else 0
 
-    def prefill_left(self, now: float) -> float:
-        """Return the prompt tokens that are still to be computed; at the most one prompt fewer than is known."""
-        return self.prefill_tokens - min(self.first_tokens, self.rate * (now - self.began_at))
-
     def _stop_waiting(self, request: SentRequest) -> bool:
         if self._waiting.pop(id(request), None) is None:
             return False

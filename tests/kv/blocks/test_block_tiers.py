@@ -315,7 +315,7 @@ class Memory(RuleBasedStateMachine):
             counts.update((copy.source_tier, copy.group, copy.source) for copy in copies)
         for tier, pools in enumerate(self.blocks.tiers.pools):
             for group, pool in enumerate(pools):
-                held = {block: pool.references(block) for block in range(1, pool.num_blocks + 1)}
+                held = {block: pool._references[block] for block in range(1, pool.num_blocks + 1)}
                 assert {block: count for block, count in held.items() if count} == {
                     block: count for (at, of, block), count in counts.items() if (at, of) == (tier, group)
                 }

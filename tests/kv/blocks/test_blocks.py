@@ -66,7 +66,7 @@ def test_a_second_request_takes_the_prefix_of_the_first():
     second, matched = run(blocks, [*tokens[:13], 99, 98, 97])
     assert matched == 12
     assert second.blocks[0][:3] == first.blocks[0][:3]
-    assert blocks.pools[0].references(first.blocks[0][0]) == 2
+    assert blocks.pools[0]._references[first.blocks[0][0]] == 2
 
 
 def test_the_last_token_is_never_matched():
@@ -216,7 +216,7 @@ class Traffic(RuleBasedStateMachine):
                 for block in table.blocks[group][table.first[group] :]:
                     assert block != NULL
                     counts[block] = counts.get(block, 0) + 1
-            assert all(pool.references(block) == count for block, count in counts.items())
+            assert all(pool._references[block] == count for block, count in counts.items())
             assert pool.num_referenced == len(counts)
             assert pool.num_available + pool.num_referenced == pool.num_blocks
 

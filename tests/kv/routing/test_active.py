@@ -5,6 +5,8 @@ import pytest
 
 from bireme.kv.routing.active import ActiveRequests, SentRequest
 from bireme.kv.routing.block_uses import BlockUses
+from bireme.kv.routing.targets import StageTargets
+from tests.kv.routing.router_fixtures import record
 
 
 def blocks(*hashes):
@@ -51,9 +53,12 @@ def test_prompts_that_end_in_one_step_share_its_rate():
 
 
 def test_what_is_left_of_a_prompt_shrinks_at_the_measured_rate_and_stays_until_its_end_is_known():
-    active, first, second = ActiveRequests(BlockUses()), SentRequest(blocks(1), 100), SentRequest(blocks(2), 50)
-    active.add(first, 0.0)
-    active.prefilled(first, 1.0)
-    active.add(second, 2.0)
-    assert [active.prefill_left(now) for now in (2.0, 2.25, 9.0)] == [50, pytest.approx(25), 0]
-    assert active.prefill_tokens == 50
+    stage, first, second = StageTargets({}, BlockUses()), SentRequest(blocks(1), 100), SentRequest(blocks(2), 50)
+    stage.set_workers({"decode": record("decode")})
+    target = stage.targets[0]
+    stage.add(target, first, 0.0)
+    stage.prefilled(target, first, 1.0)
+    stage.add(target, second, 2.0)
+    left = [float(stage.waiting_tokens(now)[0]) for now in (2.0, 2.25, 9.0)]
+    assert left == [50, pytest.approx(25), 0]
+    assert target.active.prefill_tokens == 50
