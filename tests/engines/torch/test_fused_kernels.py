@@ -27,6 +27,7 @@ from bireme.engines.torch.kernels import (
     row_wise,
     step_begin,
 )
+from tests.engines.torch import kernel_references as references
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, NUM_KV, BLOCK_SIZE, BLOCKS = 6, 2, 8, 160
@@ -45,30 +46,30 @@ def test_the_product_of_one_row_and_of_a_few_equals_plain_torch(randn, rows, is_
     x, weight = randn(rows, 96), randn(144 if is_gated else 72, 96)
     add_to = None if is_gated else randn(rows, 72)
     given = (x, weight, None if is_gated else randn(72), randn(96), 1e-5, is_gated, is_gelu, add_to)
-    function, reference = one_row_linear.one_row_linear, one_row_linear.one_row_linear_reference
+    function, reference = one_row_linear.one_row_linear, references.one_row_linear
     if rows > 1:
         given = (x, weight, is_gated, is_gelu, add_to)
-        function, reference = few_rows_linear.few_rows_linear, few_rows_linear.few_rows_linear_reference
+        function, reference = few_rows_linear.few_rows_linear, references.few_rows_linear
     expected = reference(*given)
     close(function(*given), expected, atol=2e-4, rtol=1e-4)
 
 
 def test_what_is_done_row_by_row_equals_plain_torch(randn):
     x, weight, add_to = randn(5, 72), randn(72), randn(5, 72)
-    close(row_wise.rms_norm(x, weight, 1e-6), row_wise.rms_norm_reference(x, weight, 1e-6))
-    expected = row_wise.rms_norm_reference(x, weight, 1e-6, add_to)
+    close(row_wise.rms_norm(x, weight, 1e-6), references.rms_norm(x, weight, 1e-6))
+    expected = references.rms_norm(x, weight, 1e-6, add_to)
     close(row_wise.rms_norm(x, weight, 1e-6, add_to), expected)
     close(add_to, expected)
     for is_gelu in (False, True):
-        close(row_wise.gate(40 * x, is_gelu), row_wise.gate_reference(40 * x, is_gelu))
-    expected = row_wise.cap_reference(50 * x, 30.0)
+        close(row_wise.gate(40 * x, is_gelu), references.gate(40 * x, is_gelu))
+    expected = references.cap(50 * x, 30.0)
     close(row_wise.cap(50 * x, 30.0), expected)
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_the_likeliest_experts_are_chosen_as_in_plain_torch(randn, is_normed):
     logits = 3 * randn(5, 6)
-    close(experts.choose_experts(logits, 3, is_normed), experts.choose_experts_reference(logits, 3, is_normed))
+    close(experts.choose_experts(logits, 3, is_normed), references.choose_experts(logits, 3, is_normed))
     logits[1, 2], logits[2, :] = float("nan"), float("inf")
     chosen, shares = experts.choose_experts(logits, 3, is_normed)
     assert ((chosen >= 0) & (chosen < 6)).all() and shares[1:3].isnan().all()
@@ -83,10 +84,10 @@ def test_the_products_of_experts_equal_plain_torch(randn, rows, is_gelu):
     chosen, shares = experts.choose_experts(logits, top_k, True)
     tiles, of = experts.group_pairs(chosen, num_experts), chosen.view(-1)
     gated = experts.experts_linear(x, gate_up, tiles, is_gated=True, is_gelu=is_gelu)
-    close(gated, experts.experts_linear_reference(x, gate_up, of, True, is_gelu), atol=1e-4, rtol=1e-4)
+    close(gated, references.experts_linear(x, gate_up, of, True, is_gelu), atol=1e-4, rtol=1e-4)
     found = experts.experts_linear(gated, down, tiles)
-    close(found, experts.experts_linear_reference(gated, down, of), atol=1e-4, rtol=1e-4)
-    expected = experts.add_shares_reference(found, shares, x)
+    close(found, references.experts_linear(gated, down, of), atol=1e-4, rtol=1e-4)
+    expected = references.add_shares(found, shares, x)
     experts.add_shares(found, shares, x)
     close(x, expected)
 
@@ -96,7 +97,7 @@ def test_the_experts_of_one_row_equal_plain_torch(randn, is_gelu):
     x, norm, gate_up, down = randn(1, 40), randn(40), randn(6, 48, 40), randn(6, 40, 24)
     chosen, shares = experts.choose_experts(randn(1, 6), 3, True)
     given = (x, norm, 1e-5, chosen, shares, gate_up, down, is_gelu)
-    expected = experts.add_row_experts_reference(*given)
+    expected = references.add_row_experts(*given)
     experts.add_row_experts(*given)
     close(x, expected, atol=1e-4, rtol=1e-4)
 
@@ -123,7 +124,7 @@ def test_keys_and_values_are_turned_and_stored_as_in_plain_torch(randn, size, ha
     qkv, how = randn(7, (HEADS + 2 * NUM_KV) * size), a_rotary(randn, size, has_norms)
     positions, slots = torch.arange(40, 47, device=DEVICE), torch.arange(70, 0, -10, device=DEVICE)
     results = []
-    for function in (rotary.rotate_and_store, rotary.rotate_and_store_reference):
+    for function in (rotary.rotate_and_store, references.rotate_and_store):
         keys, values = torch.zeros(80, NUM_KV * size, device=DEVICE), torch.zeros(80, NUM_KV * size, device=DEVICE)
         given = (how.q_norm, how.k_norm, how.eps, how.cos_sin, positions, slots, keys, values, HEADS)
         results.append((function(qkv, *given), keys, values))
@@ -145,7 +146,7 @@ def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window, so
     scratch = decode_attention.Scratch.make(4, HEADS, NUM_KV, size, torch.device(DEVICE))
     rows = randn(BLOCKS * BLOCK_SIZE, NUM_KV * size), randn(BLOCKS * BLOCK_SIZE, NUM_KV * size)
     results = []
-    for function in (decode_attention.decode_attention, decode_attention.decode_attention_reference):
+    for function in (decode_attention.decode_attention, references.decode_attention):
         keys, values = rows[0].clone(), rows[1].clone()
         told = torch.from_numpy(parts).to(DEVICE)
         out = function(qkv, how, told, table, keys, values, scratch, BLOCK_SIZE, HEADS, 0.3, window, softcap)
@@ -239,7 +240,7 @@ def test_a_step_begins_with_the_tokens_of_the_one_before_and_takes_in_new_blocks
     steps = torch.tensor([[3, 4, -1, 2, 11, -1, 0], [1, 0, 13, -1, 0, 8, 17]], dtype=torch.int32, device=DEVICE)
     last, embeddings = torch.arange(5, 10, dtype=torch.int32, device=DEVICE), randn(20, 48)
     tables = [torch.zeros(2, 5, 9, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    expected = step_begin.begin_step_reference(steps, tables[0], last, embeddings)
+    expected = references.begin_step(steps, tables[0], last, embeddings)
     close(step_begin.begin_step(steps, tables[1], last, embeddings), expected)
     close(step_begin.begin_step(steps, tables[1], last, embeddings, 8.5), expected * 8.5)
     assert tables[0].equal(tables[1]) and tables[0].any()

@@ -11,9 +11,10 @@ from tests.engines.torch.torch_harness import Harness, make_prompts, request
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward import decoder_weights
-from bireme.engines.torch.kernels.packed_prefill import num_parts, packed_prefill, packed_prefill_reference
-from bireme.engines.torch.kernels.paged_decode import paged_decode, paged_decode_reference
+from bireme.engines.torch.kernels.packed_prefill import num_parts, packed_prefill
+from bireme.engines.torch.kernels.paged_decode import paged_decode
 from bireme.engines.torch.pools.row_copies import move_rows
+from tests.engines.torch import kernel_references as references
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = 40
@@ -49,7 +50,7 @@ def test_decode_over_a_block_table_equals_plain_torch(
     table = torch.randint(1, BLOCKS, (3, 20), generator=rng, device=DEVICE, dtype=torch.int32)
     sinks = torch.randn(heads, generator=rng, device=DEVICE) if has_sinks else None
     given = (query, keys, values, table, lengths, block_size, num_kv, 0.3, window, softcap, sinks)
-    torch.testing.assert_close(paged_decode(*given), paged_decode_reference(*given))
+    torch.testing.assert_close(paged_decode(*given), references.paged_decode(*given))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_prefill_behind_prefixes_equals_plain_torch(
     rows = torch.randint(0, len(keys), (120,), generator=rng, device=DEVICE)
     sinks = torch.randn(heads, generator=rng, device=DEVICE) if has_sinks else None
     given = (query, keys, values, rows, own, seen, 70, num_kv, 0.3, window, softcap, sinks)
-    torch.testing.assert_close(packed_prefill(*given, parts), packed_prefill_reference(*given))
+    torch.testing.assert_close(packed_prefill(*given, parts), references.packed_prefill(*given))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_prefill_leaves_zeros_behind_the_chunks_where_it_is_padded(
     sinks = torch.randn(heads, generator=rng, device=DEVICE) if has_sinks else None
     given = (keys, values, rows, own, seen, 90, num_kv, 0.3, window, softcap, sinks)
     found = packed_prefill(query, *given, parts=parts, is_padded=True)
-    torch.testing.assert_close(found[:70], packed_prefill_reference(query[:70], *given))
+    torch.testing.assert_close(found[:70], references.packed_prefill(query[:70], *given))
     assert not found[70:].any()
 
 
@@ -105,7 +106,7 @@ def test_a_question_behind_a_long_prefix_equals_plain_torch_in_bfloat16(rng, siz
     rows = torch.randperm(9000, generator=rng, device=DEVICE)[:8240]
     given = (query, keys, values, rows, own, seen, 40, 8, size**-0.5)
     found = packed_prefill(*given, parts=num_parts(1, 32, 40, 8240)).float()
-    expected = packed_prefill_reference(*given).float()
+    expected = references.packed_prefill(*given).float()
     assert float((found - expected).norm() / expected.norm()) < 0.01
 
 

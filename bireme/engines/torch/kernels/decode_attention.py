@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.kernels.launch import chain, prefetch, wait
-from bireme.engines.torch.kernels.paged_decode import paged_decode_reference, precision
-from bireme.engines.torch.kernels.rotary import rotate_and_store_reference, rotated
+from bireme.engines.torch.kernels.paged_decode import precision
+from bireme.engines.torch.kernels.rotary import rotated
 
 _PROGRAMS = 256  # that an H100 or H200 runs at once
 PART_COLUMNS = 7  # row, slot, position, first and last tile, number of the part, parts of the row (0: nothing to do)
@@ -297,42 +297,3 @@ def decode_attention(
         **chain(qkv),
     )
     return out
-
-
-def decode_attention_reference(
-    qkv: Tensor,
-    rotary: Rotary,
-    parts: Tensor,
-    table: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scratch: Scratch,
-    block_size: int,
-    num_heads: int,
-    scaling: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """The same, row by row."""
-    rows = sorted({tuple(part[:3]) for part in parts.tolist() if part[6]})
-    own = table[[slot for _, slot, _ in rows]]
-    position = torch.tensor([position for *_, position in rows], device=qkv.device)
-    slots = own.gather(1, (position // block_size)[:, None]).long()[:, 0] * block_size + position % block_size
-    turned = rotate_and_store_reference(
-        qkv,
-        rotary.q_norm,
-        rotary.k_norm,
-        rotary.eps,
-        rotary.cos_sin,
-        position,
-        slots,
-        keys,
-        values,
-        num_heads,
-    )
-    num_kv = keys.shape[1] // rotary.cos_sin.shape[1]
-    query, lengths = turned[:, :num_heads], position + 1
-    found = paged_decode_reference(
-        query, keys, values, own, lengths, block_size, num_kv, scaling, window, softcap or None
-    )
-    return found.flatten(1)

@@ -20,7 +20,7 @@ from bireme.engines.torch.geometry import TopKRouter
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.paged_decode import precision
-from bireme.engines.torch.kernels.row_wise import activated, gate_reference, rms_norm
+from bireme.engines.torch.kernels.row_wise import activated, rms_norm
 
 _SINGLE_ROWS = 4  # up to here each pair is a tile: so few seldom share an expert
 _MANY_PAIRS = 32  # an expert, on average: larger tiles
@@ -79,11 +79,6 @@ def choose_experts(logits: Tensor, top_k: int, is_normed: bool) -> tuple[Tensor,
         **chain(logits),
     )
     return chosen, shares
-
-
-def choose_experts_reference(logits: Tensor, top_k: int, is_normed: bool) -> tuple[Tensor, Tensor]:
-    shares, chosen = logits.softmax(-1, dtype=torch.float32).topk(top_k)
-    return chosen.int(), shares / shares.sum(-1, keepdim=True) if is_normed else shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,15 +229,6 @@ def experts_linear(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool = Fal
     return out
 
 
-def experts_linear_reference(
-    x: Tensor, weight: Tensor, chosen: Tensor, is_gated: bool = False, is_gelu: bool = False
-) -> Tensor:
-    """The same in float32; chosen (P,)."""
-    rows = x.repeat_interleave(len(chosen) // len(x), 0).float()
-    result = torch.stack([weight[expert].float() @ row for expert, row in zip(chosen.tolist(), rows, strict=True)])
-    return (gate_reference(result, is_gelu) if is_gated else result).to(x.dtype)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_shares_kernel(
     found,  # (P, W)
@@ -267,12 +253,6 @@ def add_shares(found: Tensor, shares: Tensor, x: Tensor) -> None:
     rows, width = x.shape
     grid = (rows, triton.cdiv(width, 512))
     _add_shares_kernel[grid](found, shares, x, width, TOP=shares.shape[1], TILE=512, num_warps=2, **chain(x))
-
-
-def add_shares_reference(found: Tensor, shares: Tensor, x: Tensor) -> Tensor:
-    """The same; `x` is left alone."""
-    parts = found.float().view(*shares.shape, -1) * shares[..., None]
-    return (x.float() + parts.sum(1)).to(x.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -387,22 +367,6 @@ def add_row_experts(
         num_warps=4,
         **chain(x),
     )
-
-
-def add_row_experts_reference(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    chosen: Tensor,
-    shares: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    is_gelu: bool = False,
-) -> Tensor:
-    """The same in float32; `x` is left alone."""
-    normed = F.rms_norm(x.float(), (x.shape[1],), norm.float(), eps)
-    inner = experts_linear_reference(normed, gate_up, chosen.view(-1), True, is_gelu).to(x.dtype)
-    return add_shares_reference(experts_linear_reference(inner.float(), down, chosen.view(-1)), shares, x)
 
 
 def add_experts(

@@ -7,14 +7,13 @@ the pause before and after one.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.paged_decode import precision
-from bireme.engines.torch.kernels.row_wise import activated, gate_reference
+from bireme.engines.torch.kernels.row_wise import activated
 
 MOST_ROWS = 32
 
@@ -89,13 +88,3 @@ def few_rows_linear(
         **chain(x),
     )
     return out
-
-
-def few_rows_linear_reference(
-    x: Tensor, weight: Tensor, is_gated: bool = False, is_gelu: bool = False, add_to: Tensor | None = None
-) -> Tensor:
-    """The same in float32; `add_to` is left alone."""
-    result = F.linear(x.float(), weight.float())
-    if is_gated:
-        result = gate_reference(result, is_gelu)
-    return (result if add_to is None else add_to.float() + result).to(x.dtype)

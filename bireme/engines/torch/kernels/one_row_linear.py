@@ -8,13 +8,12 @@ while the row is multiplied. For more rows cuBLAS is quicker than what Triton's 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
-from bireme.engines.torch.kernels.row_wise import activated, gate_reference
+from bireme.engines.torch.kernels.row_wise import activated
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -128,23 +127,3 @@ def _tiles(width: int, size: int, is_gated: bool) -> tuple[int, int, int]:
         return 4, 2048, 4
     tile_k = 1024 if size > 8192 else 2048
     return 4096 // tile_k, tile_k, 4 if width <= size else 8
-
-
-def one_row_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    is_gated: bool = False,
-    is_gelu: bool = False,
-    add_to: Tensor | None = None,
-) -> Tensor:
-    """The same in float32; `add_to` is left alone."""
-    wide = x.float()
-    if norm is not None:
-        wide = F.rms_norm(wide, (x.shape[1],), norm.float(), eps)
-    result = F.linear(wide, weight.float(), None if bias is None else bias.float())
-    if is_gated:
-        result = gate_reference(result, is_gelu)
-    return (result if add_to is None else add_to.float() + result).to(x.dtype)

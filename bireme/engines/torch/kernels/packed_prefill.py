@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.kernels.paged_decode import _padded, _weights, precision
+from bireme.engines.torch.kernels.paged_decode import _padded, precision
 
 _NOT_SPECIALIZED = ["window", "num_parts"]
 _PROGRAMS = 256  # that an H100 or H200 runs at once
@@ -239,36 +239,3 @@ def packed_prefill(
             num_warps=1,
         )
     return out
-
-
-def packed_prefill_reference(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: Tensor,
-    query_begins: Tensor,
-    key_begins: Tensor,
-    longest_query: int,
-    num_kv_heads: int,
-    scaling: float,
-    window: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    parts: int = 1,
-) -> Tensor:
-    """The same, token by token, in float32."""
-    found, repeats = [], query.shape[1] // num_kv_heads
-    own, seen = query_begins.tolist(), key_begins.tolist()
-    for chunk in range(len(own) - 1):
-        slots = rows[seen[chunk] : seen[chunk + 1]]
-        key, value = (
-            pool[slots].view(len(slots), num_kv_heads, -1).repeat_interleave(repeats, 1).float()
-            for pool in (keys, values)
-        )
-        before = len(slots) - (own[chunk + 1] - own[chunk])
-        for index, one in enumerate(query[own[chunk] : own[chunk + 1]]):
-            last = before + index + 1
-            part = slice(max(0, last - window) if window else 0, last)
-            scores = torch.einsum("hk,lhk->hl", one.float(), key[part]) * scaling
-            found.append(torch.einsum("hl,lhv->hv", _weights(scores, softcap, sinks), value[part]))
-    return torch.stack(found).to(query.dtype)

@@ -183,40 +183,6 @@ def paged_decode(
     return out
 
 
-def paged_decode_reference(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    block_size: int,
-    num_kv_heads: int,
-    scaling: float,
-    window: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The same, row by row, in float32."""
-    rows, repeats = [], query.shape[1] // num_kv_heads
-    for one, blocks, length in zip(query, table.long(), lengths.tolist(), strict=True):
-        at = torch.arange(max(0, length - window) if window else 0, length, device=query.device)
-        slots = blocks[at // block_size] * block_size + at % block_size
-        key, value = (
-            pool[slots].view(len(at), num_kv_heads, -1).repeat_interleave(repeats, 1).float() for pool in (keys, values)
-        )
-        scores = torch.einsum("hk,lhk->hl", one.float(), key) * scaling
-        rows.append(torch.einsum("hl,lhv->hv", _weights(scores, softcap, sinks), value))
-    return torch.stack(rows).to(query.dtype)
-
-
-def _weights(scores: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None]], 1)
-    return scores.softmax(-1)[:, : scores.shape[1] - (sinks is not None)]
-
-
 def num_splits(rows: int) -> int:
     """Return how many programs share a row, whatever its length: a graph keeps its grid."""
     return 32 if rows <= 2 else 16 if rows <= 8 else 8 if rows <= 32 else 4

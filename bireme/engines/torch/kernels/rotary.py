@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -112,30 +111,4 @@ def rotate_and_store(
         num_warps=2,
         **chain(qkv),
     )
-    return out
-
-
-def rotate_and_store_reference(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    num_heads: int,
-) -> Tensor:
-    tokens, size = len(qkv), cos_sin.shape[1]
-    num_kv = keys.shape[1] // size
-    heads = qkv.view(tokens, -1, size).float()
-    query, key, value = heads.split([num_heads, num_kv, num_kv], 1)
-    if q_norm is not None and k_norm is not None:
-        query, key = F.rms_norm(query, (size,), q_norm.float(), eps), F.rms_norm(key, (size,), k_norm.float(), eps)
-    both = torch.cat([query, key], 1)
-    cos, sin = cos_sin[positions].float().chunk(2, -1)
-    cos, sin = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-    out = (both * cos + both.roll(size // 2, -1) * sin).to(qkv.dtype)
-    keys[slots], values[slots] = out[:, num_heads:].flatten(1), value.flatten(1).to(values.dtype)
     return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,12 +46,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None
     return out
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
-    """The same; `add_to` is left alone."""
-    normed = F.rms_norm(x.float(), (x.shape[1],), weight.float(), eps)
-    return (normed if add_to is None else add_to.float() + normed).to(x.dtype)
-
-
 @triton.jit(do_not_specialize=["width"])  # type: ignore[untyped-decorator]
 def _gate_kernel(gate_up, out, width, TILE: tl.constexpr, IS_GELU: tl.constexpr, CHAINED: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -72,11 +65,6 @@ def gate(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
     return out
 
 
-def gate_reference(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
-    own, up = gate_up.float().chunk(2, -1)
-    return ((F.gelu(own, approximate="tanh") if is_gelu else F.silu(own)) * up).to(gate_up.dtype)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _cap_kernel(x, size, softcap, TILE: tl.constexpr, CHAINED: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -90,8 +78,3 @@ def cap(x: Tensor, softcap: float) -> Tensor:
     """x (T, K), contiguous -> softcap * tanh(x / softcap), in place."""
     _cap_kernel[(triton.cdiv(x.numel(), 1024),)](x, x.numel(), softcap, TILE=1024, **chain(x))
     return x
-
-
-def cap_reference(x: Tensor, softcap: float) -> Tensor:
-    """The same; `x` is left alone."""
-    return (softcap * torch.tanh(x.float() / softcap)).to(x.dtype)

@@ -66,13 +66,3 @@ def begin_step(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, 
         IS_SCALED=scale != 1,
     )
     return out
-
-
-def begin_step_reference(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, scale: float = 1.0) -> Tensor:
-    tokens = []
-    for slot, _, token, *blocks in steps.tolist():
-        for group, (column, block) in enumerate(zip(blocks[::2], blocks[1::2], strict=True)):
-            if column != NO_BLOCK:
-                tables[group, slot, column] = block
-        tokens.append(int(last[slot]) if token == TAKE_LAST else token)
-    return embeddings[tokens] * scale
