@@ -79,7 +79,7 @@ class Planner:
             params=params,
             pictures=pictures,
             kind=kind,
-            wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not request.num_resumed,
+            num_prompt_logprobs=None if request.num_resumed else request.sampling.prompt_logprobs,
             is_canary=admitted.is_canary,
         )
 

@@ -82,7 +82,7 @@ class RequestState:
     last_token_at: float = 0.0
     gap_s: float = 0.0  # between the last two deliveries; 0: there was one
     has_answered: bool = False
-    wants_prompt_logprobs: bool = False
+    num_prompt_logprobs: int | None = None  # of the likeliest tokens; None: not asked for, or delivered
     is_canary: bool = False  # no load
     ending: tuple[FinishReason, str] | None = None  # why it is being aborted
     timers: list[Any] = field(default_factory=list)
@@ -119,9 +119,8 @@ class RequestState:
             self.num_output += len(tokens)
         if self.request.sampling.logprobs is not None:
             delta.logprobs = self._logprobs(tokens, entries)
-        if self.wants_prompt_logprobs and output.prompt_logprobs:
-            self.wants_prompt_logprobs = False
-            count = self.request.sampling.prompt_logprobs or 0
+        if self.num_prompt_logprobs is not None and output.prompt_logprobs:
+            count, self.num_prompt_logprobs = self.num_prompt_logprobs, None
             delta.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self.call.prompt, count)
         return delta
 
