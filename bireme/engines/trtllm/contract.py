@@ -96,7 +96,7 @@ def _field(name: str, entry: list[Any], release: str) -> Field:
     for since, later in more.pop("defaults", {}).items():
         default = later if release >= since else default
     kind = parse_type("null" if text is None else text).without({*newer, *gone})
-    return Field(name, kind, default, gone_values=gone or None, required=required, **more)
+    return Field(name, kind, default, gone_values=gone, required=required, **more)
 
 
 def _class(name: str) -> dict[str, Any]:

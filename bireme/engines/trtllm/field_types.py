@@ -17,7 +17,7 @@ _TYPES: dict[str, Any] = {
     "null": type(None), "bool": bool, "int": int, "float": (int, float), "str": str, "dict": dict, "any": object,
     "object": (), "list": (list, tuple), "class": dict, "value": str,
 }  # fmt: skip
-_RANGE = re.compile(r"(int|float) (?:(>=|>) (\S+)|(\S+)\.\.(\S+))")
+_RANGE = re.compile(r"(int|float) (?:>= (\S+)|(\S+)\.\.(\S+))")  # bounds are inclusive
 _CLASS = re.compile(r"[A-Z]\w+(Config|Args)")
 
 
@@ -114,9 +114,7 @@ def _parse_part(text: str) -> TypeAlternative:
         inner = match.group(2).removeprefix("str, ") if match.group(1) == "dict" else match.group(2)
         return TypeAlternative(match.group(1), item=parse_type(inner))
     if match := _RANGE.fullmatch(text):
-        kind, sign, least, low, high = match.groups()
-        if sign == ">":
-            raise ValueError(f"type {text!r}: bounds are inclusive, write >=")
+        kind, least, low, high = match.groups()
         number = int if kind == "int" else float  # a float would round large bounds
         return TypeAlternative(kind, number(least or low), number(high) if high else math.inf)
     if text in ("null", "bool", "int", "float", "str", "dict", "any", "object"):
