@@ -41,12 +41,13 @@ def export(given: Any, api: Api) -> dict[str, Any]:
     names = sorted(api.disaggregated_fields - _NOT_STATE)
     state = {name: value for name in names if (value := getattr(given, name)) is not None}
     tokens = tuple(given.first_gen_tokens or ())
-    entries = getattr(given, "first_gen_log_probs", None)
-    if entries:
+    log_probs = None
+    if entries := getattr(given, "first_gen_log_probs", None):
         state["first_gen_log_probs"] = list(map(_plain_entry, entries))
+        log_probs = tuple(map(token_logprobs, entries, tokens))
     return {
         "first_gen_tokens": tokens,
-        "first_gen_log_probs": tuple(map(token_logprobs, entries, tokens)) if entries else None,
+        "first_gen_log_probs": log_probs,
         "ctx_request_id": given.ctx_request_id or 0,
         "draft_tokens": tuple(given.draft_tokens or ()),
         "opaque_state": base64.b64encode(given.opaque_state or b"").decode(),
