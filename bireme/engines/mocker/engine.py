@@ -199,6 +199,13 @@ class MockEngine:
         share.plan(now, has_others)
         if not own and not (waiting and waiting[-1].is_best_effort):
             return decoding, prefilling, math.inf
+        return self._plan_best_effort(now, decoding, prefilling)
+
+    def _plan_best_effort(
+        self, now: float, decoding: list[MockSequence], prefilling: list[MockSequence]
+    ) -> tuple[list[MockSequence], list[MockSequence], float]:
+        """Add best-effort ones to the others, where they may run now."""
+        share = self._best_effort
         if not share.may_run(now, has_prompt=bool(prefilling)):
             share.num_rests += bool(decoding or prefilling)
             return decoding, prefilling, share.wakes_at

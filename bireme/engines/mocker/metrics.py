@@ -52,9 +52,7 @@ class MockMetrics:
     def gaps(self, decoding: list[MockSequence], before: float, now: float) -> None:
         """Those in the step before, which ended at `before`, got one then, but for those that rest."""
         if self._canaries:
-            decoding = [one for one in decoding if not one.is_canary]
-            self._canaries -= self._ended_canaries
-            self._ended_canaries.clear()
+            decoding = self._without_canaries(decoding)
         last = [one.decode_at for one in decoding if one.decode_at > before and not one.is_best_effort]
         for one in decoding:
             if one.is_best_effort:
@@ -64,6 +62,11 @@ class MockMetrics:
             self._metrics.observe("bireme_inter_token_latency_seconds", now - before, times=len(decoding) - len(last))
         for began in last:
             self._metrics.observe("bireme_inter_token_latency_seconds", now - began)
+
+    def _without_canaries(self, decoding: list[MockSequence]) -> list[MockSequence]:
+        self._canaries -= self._ended_canaries
+        self._ended_canaries.clear()
+        return [one for one in decoding if not one.is_canary]
 
     def stepped(self, seconds: float, num_tokens: int) -> None:
         self._metrics.observe("bireme_engine_step_seconds", seconds)
