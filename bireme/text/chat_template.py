@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,7 +181,8 @@ class ChatTemplate:
             return messages
         form = self._call_form
         if form is None:
-            return _as_text(messages, self._has_results)
+            shown = list(map(_with_written_calls, messages))
+            return shown if self._has_results else _results_as_user(shown)
         return _all_in_form(messages, form)
 
     def _render(self, context: Mapping[str, Any]) -> str:
@@ -267,27 +268,34 @@ def _in_form(message: Message, form: CallForm) -> Sequence[Message]:
     return [message]
 
 
-def _as_text(messages: Sequence[Message], has_results: bool) -> Sequence[Message]:
-    """Write calls into the assistant's text, as JSON, one a line; results without a role are the user's messages."""
+def _with_written_calls(message: Message) -> Message:
+    """Write calls into the assistant's text, as JSON, one a line."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    texts = [content] if isinstance(content, str) and content else []
+    for call in calls:
+        call = _with_arguments(call, False)
+        texts.append(_to_json(call.get("function") if isinstance(call, dict) else call))
+    return {**message, "content": "\n".join(texts), "tool_calls": None}
+
+
+def _results_as_user(messages: Sequence[Message]) -> Sequence[Message]:
+    """Results are what the user says, and so is what follows of theirs: many templates want turns in turn."""
     shown: list[Message] = []
-    joined: dict[int, list[str]] = {}  # by the place in `shown`
-    is_result = False  # the last one is, and what the user says goes on with it: many templates want turns in turn
+    texts: list[str] = []  # of the turn at hand
     for message in messages:
         role, content = message.get("role"), message.get("content")
-        if isinstance(calls := message.get("tool_calls"), list) and calls:
-            texts = [content] if isinstance(content, str) and content else []
-            shown_calls = [_with_arguments(call, False) for call in calls]
-            texts += [_to_json(call.get("function") if isinstance(call, dict) else call) for call in shown_calls]
-            message = {**message, "content": "\n".join(texts), "tool_calls": None}
-        elif is_result and role in ("tool", "user") and isinstance(content, str):
-            joined.setdefault(len(shown) - 1, [shown[-1]["content"]]).append(content)
+        if isinstance(content, str) and (role == "tool" or (texts and role == "user")):
+            if not texts:
+                shown.append({"role": "user"})
+            texts.append(content)
             continue
-        elif role == "tool" and not has_results and isinstance(content, str):
-            message = {"role": "user", "content": content}
-        is_result = role == "tool" and not has_results and isinstance(content, str)
+        if texts:
+            shown[-1]["content"], texts = "\n".join(texts), []
         shown.append(message)
-    for place, texts in joined.items():
-        shown[place] = {"role": "user", "content": "\n".join(texts)}
+    if texts:
+        shown[-1]["content"] = "\n".join(texts)
     return shown
 
 
@@ -299,15 +307,20 @@ def _shown(message: Message, wants_parts: bool, has_text_arguments: bool = False
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is not None:
         shown = {"thinking": reasoning, **shown, "reasoning_content": reasoning}
-    content = shown.get("content")
-    if wants_parts and isinstance(content, str):
-        shown["content"] = [{"type": "text", "text": content}]
-    elif not wants_parts and isinstance(content, list) and content and all(_is_text(part) for part in content):
-        shown["content"] = "\n".join(part["text"] for part in content)
+    if "content" in shown:
+        shown["content"] = _shown_content(shown["content"], wants_parts)
     calls = shown.get("tool_calls")
     if isinstance(calls, list):
         shown["tool_calls"] = [_with_arguments(call, has_text_arguments) for call in calls]
     return shown
+
+
+def _shown_content(content: Any, wants_parts: bool) -> Any:
+    if wants_parts:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if isinstance(content, list) and content and all(map(_is_text, content)):
+        return "\n".join(part["text"] for part in content)
+    return content
 
 
 def _ended(message: Message, mark: str) -> Message:
@@ -349,7 +362,7 @@ def _with_arguments(call: Any, has_text: bool) -> Any:
 def _literals(tree: jinja2.nodes.Template) -> Iterator[str]:
     """Yield the strings in a template."""
     yield from (node.data for node in tree.find_all(jinja2.nodes.TemplateData))
-    yield from (node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str))
+    yield from _strings(tree.find_all(jinja2.nodes.Const))
 
 
 def _separators(tree: jinja2.nodes.Template) -> Iterator[str]:
@@ -365,10 +378,13 @@ def _separators(tree: jinja2.nodes.Template) -> Iterator[str]:
     for call in tree.find_all(jinja2.nodes.Call):
         if isinstance(call.node, jinja2.nodes.Getattr) and call.node.attr in _SPLITS:
             asked += call.args
-    for node in asked:
-        text = names.get(node.name, node) if isinstance(node, jinja2.nodes.Name) else node
-        if isinstance(text, jinja2.nodes.Const) and isinstance(text.value, str):
-            yield text.value
+    yield from _strings(names.get(node.name, node) if isinstance(node, jinja2.nodes.Name) else node for node in asked)
+
+
+def _strings(nodes: Iterable[jinja2.nodes.Node]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str):
+            yield node.value
 
 
 class _Generation(jinja2.ext.Extension):

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import accumulate, islice
 from typing import Any
 
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken
 
-from bireme.text.token_lengths import parts_of, state_of
+from bireme.text.token_lengths import is_plain_bpe, parts_of, state_of
 
 _WORD = "(?<=[A-Za-z]) (?=[A-Za-z])"
 _MAX_TOKENS = 256  # added tokens that are looked for
 _MARKERS = ("\u0120", "\u2581")  # a space, in byte-level vocabularies and in SentencePiece's
 _CROSSED = re.compile(f"[A-Za-z][{''.join(_MARKERS)} ]")
+_BLANKS = {*string.whitespace, *_MARKERS}
+_NO_WORD = re.compile(r"[^\w ]")  # a token that must be a word of its own would look at what begins with a letter
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -68,45 +71,47 @@ def cuts(text: str, pattern: re.Pattern[str], distance: int, at: int = 0) -> Ite
         yield at
 
 
-def _separators(added: list[AddedToken]) -> Iterable[str]:
-    """Return the added tokens that are found in any text, whatever stands before them.
-
-    None that another may contain or overlap, or that looks at its neighbors; nor one that begins with a letter: a
-    token that must be a word of its own would look at it.
-    """
+def _separators(added: list[AddedToken]) -> Iterator[str]:
+    """Yield the added tokens that are found in any text, and that no other one may contain or overlap."""
     texts = [token.content for token in added]
     joined = "\0".join(texts)
     ends = {text[at:] for text in texts for at in range(1, len(text))}
-    for token in [token for token in added if token.special and not token.normalized][:_MAX_TOKENS]:
+    for token in islice(filter(lambda token: token.special and not token.normalized, added), _MAX_TOKENS):
         text = token.content
-        if token.lstrip or token.rstrip or token.single_word or not text or text[0].isalnum() or text[0] in "_ ":
-            continue
-        if joined.count(text) == 1 and not any(text[:at] in ends for at in range(1, len(text) + 1)):
-            yield text
+        if _NO_WORD.match(text) and not _looks_beside(token):
+            if joined.count(text) == 1 and ends.isdisjoint(accumulate(text)):
+                yield text
+
+
+def _looks_beside(token: AddedToken) -> bool:
+    """Whether it looks at, or swallows, what is beside it."""
+    return token.lstrip or token.rstrip or token.single_word
 
 
 def _splits_at_words(tokenizer: Any, added: list[AddedToken]) -> bool:
     model = tokenizer.model
-    if not isinstance(model, models.BPE) or model.dropout:
+    if not is_plain_bpe(model) or model.dropout:
         return False
-    if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False
-    if any(token.lstrip or token.rstrip or token.single_word for token in added):
-        return False  # these look at, or swallow, the blanks beside them
-    if any(set(token.content) & {*string.whitespace, *_MARKERS} for token in added):
+    if any(_looks_beside(token) or _BLANKS.intersection(token.content) for token in added):
         return False
     splits = parts_of(state_of(tokenizer.pre_tokenizer), "pretokenizers")
     normalizers = parts_of(state_of(tokenizer.normalizer), "normalizers")
     marks_spaces = any(part["type"] == "Replace" for part in normalizers)
-    has_regex = any(part["type"] == "Split" or part.get("use_regex") for part in splits)
-    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     return (
         all(map(_is_local, normalizers))
         and all(_keeps_words(part, marks_spaces) for part in splits)
-        and (has_regex or not model.ignore_merges)  # a whole text may be a token
-        and any(marker in vocabulary for marker in _MARKERS)  # else unknown characters may be fused over it
-        and not any(map(_CROSSED.search, vocabulary))
+        and (not model.ignore_merges or any(map(_is_regex, splits)))  # else a whole text may be a token
+        and _has_spaces_at_begins(tokenizer.get_vocab(with_added_tokens=False))
     )
+
+
+def _is_regex(split: dict[str, Any]) -> bool:
+    return bool(split["type"] == "Split" or split.get("use_regex"))
+
+
+def _has_spaces_at_begins(vocabulary: dict[str, int]) -> bool:
+    """Whether there is a space, so that no unknown characters are fused over it, and none behind a letter."""
+    return not vocabulary.keys().isdisjoint(_MARKERS) and not any(map(_CROSSED.search, vocabulary))
 
 
 def _is_local(normalizer: dict[str, Any]) -> bool:

@@ -20,28 +20,34 @@ _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace"}  # pre-tokenizers
 
 def longest_token_bytes(tokenizer: Any) -> int | None:
     """Return the most bytes of a text that one token of a `tokenizers.Tokenizer` can stand for; None: not certain."""
-    model = tokenizer.model
     shrinks = _shrinks(state_of(tokenizer.normalizer))
     splits = parts_of(state_of(tokenizer.pre_tokenizer), "pretokenizers")
     added = tokenizer.get_added_tokens_decoder().values()
-    if (
-        not isinstance(model, models.BPE)
-        or model.continuing_subword_prefix
-        or model.end_of_word_suffix
-        or shrinks is None
-        or not all(_keeps_all(split) for split in splits)
-        or any(token.lstrip or token.rstrip for token in added)
-    ):
+    if not is_plain_bpe(tokenizer.model) or shrinks is None or not all(map(_keeps_all, splits)):
         return None
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    is_byte_level = any(split["type"] == "ByteLevel" for split in splits)
-    if is_byte_level and all(character in vocab for character in vocabulary.byte_characters()):
-        longest = max(len(vocabulary.byte_level(token)) for token in vocab)
-    elif not is_byte_level and model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
-        longest = max(len(token.encode()) for token in vocab)
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    longest = _longest(tokenizer.get_vocab(with_added_tokens=True), splits, tokenizer.model.byte_fallback)
+    return shrinks * longest if longest else None
+
+
+def is_plain_bpe(model: Any) -> bool:
+    """Whether a model is byte-pair encoding whose tokens stand for their own characters, wherever in a word."""
+    if not isinstance(model, models.BPE):
+        return False
+    return not model.continuing_subword_prefix and not model.end_of_word_suffix
+
+
+def _longest(vocab: dict[str, int], splits: list[dict[str, Any]], has_fallback: bool) -> int:
+    """Return the bytes of the longest token; 0: some byte has no token."""
+    bytes_of: vocabulary.TokenBytes
+    if any(split["type"] == "ByteLevel" for split in splits):
+        needed, bytes_of = [*vocabulary.byte_characters()], vocabulary.byte_level
+    elif has_fallback:
+        needed, bytes_of = [f"<0x{byte:02X}>" for byte in range(256)], str.encode
     else:
-        return None
-    return shrinks * longest
+        return 0
+    return max(len(bytes_of(token)) for token in vocab) if vocab.keys() >= set(needed) else 0
 
 
 def state_of(part: Any) -> dict[str, Any] | None:

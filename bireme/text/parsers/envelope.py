@@ -20,7 +20,7 @@ from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.guides import call_tags, separated, structural_tag
 from bireme.text.parsers.json_stream import JsonStream
 from bireme.text.parsers.json_text import json_text
-from bireme.text.parsers.scan import may_become, skip_blanks
+from bireme.text.parsers.scan import skip_blanks, take_mark
 from bireme.text.parsers.stateful import StatefulParser
 
 MAX_HEAD = 512  # characters in which the name must have come for its arguments to stream
@@ -83,8 +83,7 @@ class EnvelopeParser(StatefulParser):
     def _answer_start(self, text: str) -> str:
         start = skip_blanks(text)
         if start == "":
-            self._held = text
-            return ""
+            return self._hold(text)
         if start and start.startswith("{"):
             self._raw, self._has_marker = [text[: len(text) - len(start)]], False
             self._enter_head()
@@ -104,8 +103,7 @@ class EnvelopeParser(StatefulParser):
     def _open_list(self, text: str) -> str:
         start = skip_blanks(text)
         if start == "":
-            self._held = text
-            return ""
+            return self._hold(text)
         self._is_listed = bool(start and start.startswith(self._form.opener))
         if start is None or not (self._is_listed or start.startswith("{")):
             return self._without_list(text)
@@ -134,8 +132,7 @@ class EnvelopeParser(StatefulParser):
         outline.feed(text[self._num_outlined : MAX_HEAD])
         self._num_outlined = len(text)
         if match is None and len(text) < MAX_HEAD and not outline.is_done and not outline.is_broken:
-            self._held = text
-            return ""
+            return self._hold(text)
         self._outline = JsonStream()
         self._state = self._whole
         return text
@@ -186,15 +183,12 @@ class EnvelopeParser(StatefulParser):
         return rest
 
     def _after_call(self, text: str) -> str:
-        start = skip_blanks(text)
-        ends = [end for end in (self._form.end, *self._continues) if end]
-        if start is not None and (not start or any(may_become(start, end) for end in ends)):
-            self._held = text
-            return ""
-        for end in ends if start is not None else ():
-            assert start is not None
-            if start.startswith(end):
-                return self._pass_end(end, start[len(end) :])
+        found = take_mark(text, tuple(filter(None, (self._form.end, *self._continues))))
+        if found is None:
+            return self._hold(text)
+        end, rest = found
+        if end:
+            return self._pass_end(end, rest)
         self._finish_call()
         self._is_listed = False
         return text
@@ -221,8 +215,7 @@ class EnvelopeParser(StatefulParser):
             self._enter_head()
             return start
         if start == "":
-            self._held = end + rest
-            return ""
+            return self._hold(end + rest)
         self._finish_call()
         self._is_listed = False
         return end + rest

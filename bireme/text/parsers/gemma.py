@@ -56,8 +56,7 @@ class GemmaParser(StatefulParser):
     def _name(self, text: str) -> str:
         before, brace, _ = split(text[:MAX_HEAD], ("{",))
         if not brace and len(text) < MAX_HEAD:
-            self._held = text
-            return ""
+            return self._hold(text)
         name = before.strip().removeprefix("call:").strip()
         if not brace or name not in self._names:
             self._give_up("")

@@ -70,8 +70,7 @@ class HarmonyParser(StatefulParser):
         rest = skip_blanks(start.removeprefix(_ROLE)) if start is not None else None
         if start is not None and rest is not None:
             if may_become(start, _ROLE) or any(may_become(rest, mark) for mark in (_RECIPIENT, _CHANNEL)):
-                self._held = text
-                return ""
+                return self._hold(text)
             if rest.startswith((_RECIPIENT, _CHANNEL)):
                 self._raw, self._state = [text[: len(text) - len(rest)]], self._header
                 return rest
@@ -90,8 +89,7 @@ class HarmonyParser(StatefulParser):
         """Take the header up to its <|message|>; what has none is content."""
         before, marker, _ = split(text[:MAX_HEAD], (_MESSAGE, _START, *_ENDS))
         if not marker and len(text) < MAX_HEAD:
-            self._held = text
-            return ""
+            return self._hold(text)
         if marker != _MESSAGE:
             self._no_header("")
             return text
@@ -123,8 +121,7 @@ class HarmonyParser(StatefulParser):
         before, marker, rest = split(text, self.begins)
         self._pass_on(before)
         if not marker:
-            self._held = rest
-            return ""
+            return self._hold(rest)
         if marker in _ENDS:
             self._channel, self._state = "", self._between
         else:
@@ -138,8 +135,7 @@ class HarmonyParser(StatefulParser):
     def _after_arguments(self, text: str) -> str:
         start = text.lstrip()
         if not start or any(may_become(start, end) for end in _ENDS):
-            self._held = start
-            return ""
+            return self._hold(start)
         self._finish_call()
         return start
 

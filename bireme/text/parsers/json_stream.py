@@ -18,6 +18,7 @@ _ATOM = re.compile(r"[-+.0-9A-Za-z]+")
 _VALID_ATOM = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
 _ESCAPE_START = re.compile(r"\\(?:u[0-9A-Fa-f]{0,3})?")
+_THEN = {("key", '"'): "key string", ("key or }", '"'): "key string", (":", ":"): "value"}  # what is expected behind it
 
 
 class JsonStream:
@@ -123,10 +124,8 @@ class JsonStream:
         expects = self._expects
         if expects == "{" and char == "{":
             return self._open(char)
-        if expects in ("key", "key or }") and char == '"':
-            return self._put_off(char, "key string")
-        if expects == ":" and char == ":":
-            return self._put_off(char, "value")
+        if (then := _THEN.get((expects, char))) is not None:
+            return self._put_off(char, then)
         if expects == "," and char == ",":
             return self._put_off(char, "key" if self._stack[-1] == "}" else "value or ]")
         if expects in (",", "key", "key or }") and char == self._stack[-1]:

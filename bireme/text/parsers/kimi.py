@@ -66,8 +66,7 @@ class KimiParser(TaggedParser):
     def _parameter(self, text: str) -> str:
         start = None if self._is_started else skip_blanks(text)
         if start and may_become(start, _JSON[0]):
-            self._held = text
-            return ""
+            return self._hold(text)
         if start and start.startswith(_JSON[0]):
             taken = len(text) - len(start) + len(_JSON[0])
             self._await_arguments(self._name, text[:taken])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from bireme.text.parsers.base import Function, Guide, Parser, ParserRequest
 from bireme.text.parsers.envelope import MAX_HEAD, EnvelopeFormat, EnvelopeParser
 from bireme.text.parsers.guides import call_tags, separated, structural_tag
-from bireme.text.parsers.scan import may_become, skip_blanks, split
+from bireme.text.parsers.scan import may_become, split, take_mark
 from bireme.text.parsers.stateful import StatefulParser
 
 _MISTRAL_MARKS = {"type": "regex", "pattern": r"(\[CALL_ID\][0-9A-Za-z]{1,32})?(\[ARGS\])?"}
@@ -73,8 +73,7 @@ class NamedParser(StatefulParser):
     def _name(self, text: str) -> str:
         before, separator, _ = split(text[:MAX_HEAD], (self._form.separator,))
         if not separator and len(text) < MAX_HEAD:
-            self._held = text
-            return ""
+            return self._hold(text)
         name = before.strip()
         if name not in self._names:
             name = name.removeprefix(self._form.name_prefix)
@@ -94,26 +93,21 @@ class NamedParser(StatefulParser):
     def _fence(self, text: str) -> str:
         fence = self._form.fence[0]
         if may_become(text, fence):
-            self._held = text
-            return ""
+            return self._hold(text)
         taken = fence if text.startswith(fence) else ""
         self._await_arguments(self._name_at_hand, taken)
         return text[len(taken) :]
 
     def _after_arguments(self, text: str) -> str:
-        start = skip_blanks(text)
-        fence, call_end, section_end = self._form.fence[1].strip(), self._form.call[1], self._form.section[1]
-        marks = (fence, call_end, self._form.call[0], section_end)
-        if start is not None and (not start or any(may_become(start, mark) for mark in marks)):
-            self._held = text
-            return ""
-        for mark in (fence, call_end):
-            if mark and start is not None and start.startswith(mark):
-                return start[len(mark) :]
+        (begin, end), section_end, fence_end = self._form.call, self._form.section[1], self._form.fence[1].strip()
+        found = take_mark(text, tuple(filter(None, (fence_end, end, begin, section_end))))
+        if found is None:
+            return self._hold(text)
+        mark, rest = found
+        if mark and mark in (fence_end, end):
+            return rest
         self._finish_call()
-        if start is not None and start.startswith(section_end):
-            return start[len(section_end) :]
-        return text
+        return rest if mark == section_end else text
 
     def _end(self, is_cut: bool) -> None:
         if self._state == self._after_arguments:
@@ -151,8 +145,7 @@ class MistralParser(EnvelopeParser):
     def _name(self, text: str) -> str:
         before, separator, _ = split(text[:MAX_HEAD], ("[ARGS]", "{"))
         if not separator and len(text) < MAX_HEAD:
-            self._held = text
-            return ""
+            return self._hold(text)
         name = before.partition("[CALL_ID]")[0].strip()
         if not separator or name not in self._names:
             self._give_up("")

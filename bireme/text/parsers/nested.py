@@ -21,7 +21,7 @@ from bireme.text.parsers.guides import call_tags, separated, structural_tag
 from bireme.text.parsers.json_text import json_text
 from bireme.text.parsers.scan import may_become, skip_blanks, split
 from bireme.text.parsers.schema_types import UNSTATED, FunctionTypes, ValueType
-from bireme.text.parsers.tag_ends import PENDING, ValueEnds, begins_with, goes_on, tag_length
+from bireme.text.parsers.tag_ends import PENDING, ValueEnds, begins_with, tag_length
 from bireme.text.parsers.tagged import TaggedFormat, TaggedParser
 
 MAX_DEPTH = 64  # of elements within one argument
@@ -105,12 +105,8 @@ class NestedParser(TaggedParser):
             return PENDING if len(start) < MAX_HEAD else 0
         if start.startswith((*self.begins, *self.ends)):
             return 0
-        ends = (tag_length(start, mark, False, self._follows_call) for mark in self.ends)
-        answer = next((length for length in ends if length), 0)
-        return PENDING if answer == PENDING else 0 if answer else 1
-
-    def _follows_call(self, text: str) -> int:
-        return goes_on(text, self._over, is_last=False)
+        length = self._end_length(start)
+        return PENDING if length == PENDING else int(not length)
 
     def _value_begin(self, text: str) -> str:
         rest = super()._value_begin(text)
@@ -130,50 +126,55 @@ class NestedParser(TaggedParser):
         """Behind a tag of an element: one that it holds, its end or its text."""
         element, start = self._open[-1], skip_blanks(text)
         begins = begins_with(start, (self._tag,), is_last=False) if start is not None else 0
-        if start == "" or begins == PENDING:
-            self._held = text
-            return ""
-        if begins and start is not None:
-            return self._take_tag(text, start)
-        if not element.children:
+        if begins == 0 and not element.children:
             self._state = self._text
             return text
-        length = tag_length(start or "", element.ends.tag, False, element.ends.follows)
+        if not start or begins == PENDING:
+            return self._hold(text)
+        if begins:
+            return self._take_tag(text, start)
+        length = tag_length(start, element.ends.tag, False, element.ends.follows)
         if length == PENDING:
-            self._held = text
-            return ""
-        return self._close_element((start or "")[length:]) if length else self._break_value(text)
+            return self._hold(text)
+        return self._close_element(start[length:]) if length else self._break_value(text)
 
     def _take_tag(self, text: str, start: str) -> str:
         element = self._open[-1]
         name, end, _ = split(start[len(self._tag) : MAX_HEAD], (">",))
         if not end and len(start) < MAX_HEAD:
-            self._held = text
-            return ""
+            return self._hold(text)
         if not element.children:
             element.text = text[: len(text) - len(start)]
-        for depth, one in enumerate(reversed(self._open)):
-            if start.startswith(one.ends.tag):
-                return self._close_elements(depth + 1, start[len(one.ends.tag) :])
-        if start.startswith((*self.ends, *self.begins)) or self._is_next(name):
-            return self._close_elements(len(self._open), start)
+        number, taken = self._ended(start, name)
+        if number:
+            return self._close_elements(number, start[taken:])
         if not end or name.startswith("/") or not self._is_child(element, name):
             return self._take_end(text, start, name)
         if len(self._open) == MAX_DEPTH:
             return self._break_value(start)
-        is_item = name == _ITEM and element.is_list
-        held = element.types.items() if is_item else element.types.within(name)
-        kind = element.types.of_items() if is_item else element.types.of(name)
-        self._open.append(_Element(name, kind, held, self._ends_of(name)))
+        self._open.append(self._child(element, name))
         return start[len(self._tag) + len(name) + 1 :]
+
+    def _ended(self, start: str, name: str) -> tuple[int, int]:
+        """Return how many elements a tag ends, and how much of the text it is; it may be one behind them all."""
+        for number, one in enumerate(reversed(self._open), 1):
+            if start.startswith(one.ends.tag):
+                return number, len(one.ends.tag)
+        is_behind = start.startswith((*self.ends, *self.begins)) or self._is_next(name)
+        return len(self._open) if is_behind else 0, 0
+
+    def _child(self, element: _Element, name: str) -> _Element:
+        types = element.types
+        if name == _ITEM and element.is_list:
+            return _Element(name, types.of_items(), types.items(), self._ends_of(name))
+        return _Element(name, types.of(name), types.within(name), self._ends_of(name))
 
     def _take_end(self, text: str, start: str, name: str) -> str:
         """The element ends here, by a damaged tag or none."""
         ends = self._open[-1].ends
         length = tag_length(start, ends.tag, False, ends.follows)
         if length == PENDING:
-            self._held = text
-            return ""
+            return self._hold(text)
         return self._close_element(start[length:]) if length or name[:1] != "/" else self._break_value(start)
 
     def _is_next(self, name: str) -> bool:
@@ -193,8 +194,7 @@ class NestedParser(TaggedParser):
         found = element.ends.find(text, (self._tag,), _never, is_last=False)
         element.text += text[: found.value]
         if not found.is_end:
-            self._held = text[found.value :]
-            return ""
+            return self._hold(text[found.value :])
         return self._close_element(text[found.taken :])
 
     def _close_element(self, rest: str) -> str:

@@ -6,6 +6,7 @@ import ast
 import warnings
 from typing import Any
 
+_NAMES = {"true": True, "false": False, "null": None}  # as JSON writes them
 _FAULTS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 
 
@@ -21,19 +22,23 @@ def syntax_tree(text: str) -> ast.expr:
 
 def literal(node: ast.expr) -> Any:
     """Return the value of a literal that JSON knows. Raises ValueError for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
-        return node.value
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_key(key): literal(value) for key, value in zip(node.keys, node.values, strict=True)}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = literal(node.operand)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): literal(value) for key, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+            if _is_number(value := literal(operand)):
+                return -value if isinstance(sign, ast.USub) else value
+        case ast.Name(id="true" | "false" | "null" as name):
+            return _NAMES[name]
     raise ValueError("no literal")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _key(node: ast.expr | None) -> str:

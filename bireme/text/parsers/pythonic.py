@@ -23,10 +23,11 @@ from bireme.text.parsers.stateful import StatefulParser
 
 MAX_CHARACTERS = 1 << 16  # of one list; a bound for Python's parser
 MAX_DEPTH = 32
-_START = re.compile(r"\[\s{0,64}[A-Za-z_][\w.]{0,127}\(")
-_START_SO_FAR = re.compile(r"\[\s{0,64}(?:[A-Za-z_][\w.]{0,127})?")
-_BARE = re.compile(r"[A-Za-z_][\w.]{0,127}\(")
-_BARE_SO_FAR = re.compile(r"[A-Za-z_][\w.]{0,127}")
+_NAME = r"[A-Za-z_][\w.]{0,127}"
+_BARE = re.compile(rf"{_NAME}\(")
+_BARE_SO_FAR = re.compile(_NAME)
+_HEADS = (re.compile(rf"\[\s{{0,64}}{_NAME}\("), re.compile(rf"(?:\[\s{{0,64}})?{_NAME}\("))  # the second: marked
+_HEADS_SO_FAR = (re.compile(rf"\[\s{{0,64}}(?:{_NAME})?"), re.compile(rf"\[\s{{0,64}}(?:{_NAME})?|{_NAME}"))
 _CALL = re.compile(r"(?:,\s*)?([A-Za-z_][\w.]{0,127})\(")
 _ARGUMENT = re.compile(r"(?:,\s*)?([A-Za-z_]\w*)=")
 _TEXT = re.compile(r"""(['"])(.*?)\1(?=,\s*[A-Za-z_]\w*=|\)(?:,\s*[A-Za-z_][\w.]*\(|\]?\s*\Z))""", re.DOTALL)
@@ -72,21 +73,16 @@ class PythonicParser(StatefulParser):
 
     def _start(self, text: str) -> str:
         start = skip_blanks(text)
-        if start == "" or (start is not None and not self._is_marked and may_become(start, self._form.begin)):
-            self._held = text
-            return ""
-        bare = _BARE.match(start) if start and self._is_marked else None
-        if start and (bare or _START.match(start)):
-            name = bare.group()[:-1] if bare else ""
+        if start == "" or (start and not self._is_marked and may_become(start, self._form.begin)):
+            return self._hold(text)
+        if start and (head := _HEADS[self._is_marked].match(start)):
+            name = "" if start[0] == "[" else head.group()[:-1]
             self._raw.append(text[: len(text) - len(start)] + name)
             self._closers, self._quote, self._num_characters = [], "", 0
             self._state = self._list
             return start[len(name) :]
-        for so_far in (_START_SO_FAR, _BARE_SO_FAR)[: 1 + self._is_marked]:
-            match = so_far.match(start or "")
-            if match is not None and match.end() == len(start or ""):
-                self._held = text
-                return ""
+        if start and _HEADS_SO_FAR[self._is_marked].fullmatch(start):
+            return self._hold(text)
         self._give_up("")
         self._is_marked = False
         return text
@@ -153,8 +149,7 @@ class PythonicParser(StatefulParser):
         self._raw.append(before[:room])
         self._num_characters += len(before)
         if not marker and self._num_characters <= MAX_CHARACTERS:
-            self._held = rest
-            return ""
+            return self._hold(rest)
         is_whole = self._num_characters <= MAX_CHARACTERS
         calls = read_unescaped("".join(self._raw).removeprefix(self._marker), self._names) if is_whole else []
         self._is_marked = False
@@ -172,21 +167,17 @@ class PythonicParser(StatefulParser):
 
     def _after_list(self, text: str) -> str:
         start, end = skip_blanks(text), self._form.end
-        if start is not None and (not start or may_become(start, end)):
-            self._held = text
-            return ""
-        is_end = start is not None and start.startswith(end)
-        if self._is_marked and not is_end:
-            so_far = _BARE_SO_FAR.match(start or "")
-            if so_far is not None and so_far.end() == len(start or ""):
-                self._held = text
-                return ""
-            if start is not None and _BARE.match(start):
-                self._marker, self._state = "", self._start
-                return text
-        self._is_marked = False
-        self._state = self._content
-        return start[len(end) :] if start is not None and is_end else text
+        if start == "" or (start and self._may_go_on(start)):
+            return self._hold(text)
+        if start and self._is_marked and _BARE.match(start):
+            self._marker, self._state = "", self._start
+            return text
+        self._is_marked, self._state = False, self._content
+        return start[len(end) :] if start and start.startswith(end) else text
+
+    def _may_go_on(self, start: str) -> bool:
+        """Whether this may become the end, or another call."""
+        return may_become(start, self._form.end) or (self._is_marked and _BARE_SO_FAR.fullmatch(start) is not None)
 
     def _end(self, is_cut: bool) -> None:
         if self._state == self._after_list:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 MAX_TRIMMED = 64  # white space beside a marker that counts as layout; more is text
 
@@ -41,6 +41,17 @@ def skip_blanks(text: str, limit: int = MAX_TRIMMED) -> str | None:
     """Return what follows the white space at the start; "" while there is nothing else, None past the limit."""
     start = text.lstrip()
     return start if len(text) - len(start) < limit else None
+
+
+def take_mark(text: str, marks: Collection[str]) -> tuple[str, str] | None:
+    """Return the mark behind layout, and what follows it; "" and the text if it is none of these, None if it may be."""
+    start = skip_blanks(text)
+    if start is None:
+        return "", text
+    if not start or any(may_become(start, mark) for mark in marks):
+        return None
+    mark = next((mark for mark in marks if start.startswith(mark)), "")
+    return (mark, start[len(mark) :]) if mark else ("", text)
 
 
 def trim_end(text: str) -> str:

@@ -46,6 +46,10 @@ class StatefulParser(ABC):
         self._held = ""
         return self._take()
 
+    def _hold(self, text: str) -> str:
+        self._held = text
+        return ""
+
     def _content(self, text: str) -> str:
         if self._is_after_call and self._layout:
             text = self._skip_ends(text, is_last=False)
@@ -62,8 +66,7 @@ class StatefulParser(ABC):
         self._say(certain)
         if self._is_after_call and not certain:
             blanks = ""
-        self._held = blanks + rest
-        return ""
+        return self._hold(blanks + rest)
 
     @property
     def _layout(self) -> tuple[str, ...]:
@@ -78,8 +81,7 @@ class StatefulParser(ABC):
                 if answer:
                     break
             if answer == PENDING:
-                self._held = text
-                return ""
+                return self._hold(text)
             if answer == 0 or text.startswith(self.begins):
                 return text
             text = text[answer:]
@@ -96,8 +98,7 @@ class StatefulParser(ABC):
         """Take a marker, and blanks before it, and go on in `then`; something else is no call."""
         start = skip_blanks(text)
         if start is not None and (not start or may_become(start, marker)):
-            self._held = text
-            return ""
+            return self._hold(text)
         if start is None or not start.startswith(marker):
             self._give_up("")
             return text
@@ -136,8 +137,7 @@ class StatefulParser(ABC):
     def _open_arguments(self, text: str) -> str:
         start = skip_blanks(text)
         if start == "":
-            self._held = text
-            return ""
+            return self._hold(text)
         if start is None or not start.startswith("{"):
             self._give_up("")
             return text

@@ -6,8 +6,9 @@ one.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from bireme.text.parsers.scan import may_become, skip_blanks
 
@@ -36,14 +37,9 @@ def tag_length(text: str, tag: str, is_last: bool, follows: Follows, follows_nea
     """Return how much of the text's start is this tag, perhaps damaged; 0: it is none, PENDING."""
     if text.startswith(tag):
         return len(tag)
-    same = next((at for at, (a, b) in enumerate(zip(text, tag, strict=False)) if a != b), min(len(text), len(tag)))
-    tries: list[tuple[int, Follows]] = []
-    if same < len(text):
-        tries += [(length, follows_near or follows) for length in _near_lengths(text, tag, same)]
-    if same or not text:
-        tries.append((same, follows))
-    # Cut, where what follows is like the rest of the tag.
-    tries += [(at, follows) for at in range(same - 1, 0, -1) if text[at] == tag[0]]
+    same = len(os.path.commonprefix((text, tag)))
+    tries = [(length, follows_near or follows) for length in _near_lengths(text, tag, same)]
+    tries += [(length, follows) for length in _cut_lengths(text, tag, same)]
     for length, is_followed in tries:
         answer = is_followed(text[length:]) if length != PENDING else 0 if is_last else PENDING
         if answer == PENDING:
@@ -55,7 +51,7 @@ def tag_length(text: str, tag: str, is_last: bool, follows: Follows, follows_nea
 
 def _near_lengths(text: str, tag: str, same: int) -> list[int]:
     """Return the lengths that a tag with one wrong character, at `same`, has at the start of the text."""
-    if len(tag) < MIN_NEAR:
+    if len(tag) < MIN_NEAR or same == len(text):
         return []
     lengths = []
     for skipped, tail in ((1, tag[same:]), (1, tag[same + 1 :]), (0, tag[same + 1 :])):  # too many, another, missing
@@ -65,6 +61,13 @@ def _near_lengths(text: str, tag: str, same: int) -> list[int]:
         elif may_become(rest, tail):
             lengths.append(PENDING)
     return lengths
+
+
+def _cut_lengths(text: str, tag: str, same: int) -> Iterator[int]:
+    """Yield how long a cut tag is: as far as the text is the same, or less, where what follows is like its rest."""
+    if same or not text:
+        yield same
+    yield from (at for at in range(same - 1, 0, -1) if text[at] == tag[0])
 
 
 class ValueEnds:
@@ -82,30 +85,27 @@ class ValueEnds:
         self.is_last = is_last
         for match in self._candidates.finditer(text):
             at = match.start()
-            start, tail = at, text[at:]
-            if match.group() == self.tag[0]:
-                is_before_tag = tail.startswith(self.tag, 1)  # "<</tag>": the first one is the value's
-                length = 0 if is_before_tag else tag_length(tail, self.tag, is_last, self.follows)
-                if not length:
-                    implied = begins_with(tail, openings, is_last) or is_over(tail, is_last)
-                    if implied == 1:
-                        return Found(self._before(text, at), at, is_end=True, is_implied=True)
-                    length = implied
-            else:
-                length = self._without_bracket(tail)
-                if at >= 2 and self._num_breaks == 2 and text[at - 2] == "\n" != text[at - 1]:
-                    start = at - 1  # the bracket is another character
+            length, start = self._length(text, at)
+            if not length and text[at] == self.tag[0]:
+                length = begins_with(text[at:], openings, is_last) or is_over(text[at:], is_last)
+                if length == 1:
+                    return Found(self._before(text, at), at, is_end=True, is_implied=True)
             if length == PENDING:
                 return Found(self._before(text, start), len(text))
             if length:
                 return Found(start, at + length, is_end=True)
         return Found(len(text) if is_last else self._certain(text), len(text))
 
-    def _without_bracket(self, text: str) -> int:
-        answer = begins_with(text, [self.tag[1:]], self.is_last)
+    def _length(self, text: str, at: int) -> tuple[int, int]:
+        """Return the length of the tag that begins here (0: none, PENDING), and where the value before it ends."""
+        if text[at] == self.tag[0]:
+            is_before_tag = text.startswith(self.tag, at + 1)  # "<</tag>": the first one is the value's
+            return 0 if is_before_tag else tag_length(text[at:], self.tag, self.is_last, self.follows), at
+        answer = begins_with(text[at:], [self.tag[1:]], self.is_last)
         if answer == 1:
-            answer = self.follows(text[len(self.tag) - 1 :])
-        return len(self.tag) - 1 if answer == 1 else answer
+            answer = self.follows(text[at + len(self.tag) - 1 :])
+        is_wrong = at >= 2 and self._num_breaks == 2 and text[at - 2] == "\n" != text[at - 1]  # not left out
+        return len(self.tag) - 1 if answer == 1 else answer, at - is_wrong
 
     def follows(self, text: str) -> int:
         return goes_on(text, self._followers, self.is_last)

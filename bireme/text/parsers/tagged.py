@@ -28,7 +28,7 @@ from bireme.text.parsers.envelope import MAX_HEAD
 from bireme.text.parsers.guides import call_tags, parameters_of, separated, structural_tag
 from bireme.text.parsers.json_text import json_text
 from bireme.text.parsers.scan import may_become, skip_blanks, split
-from bireme.text.parsers.schema_types import NOT_TEXT, TEXT, FunctionTypes
+from bireme.text.parsers.schema_types import NOT_TEXT, TEXT, FunctionTypes, ValueType
 from bireme.text.parsers.stateful import StatefulParser
 from bireme.text.parsers.tag_ends import PENDING, ValueEnds, begins_with, goes_on, tag_length
 
@@ -117,8 +117,7 @@ class TaggedParser(StatefulParser):
         ends = (form.function[1],) if form.function[0] else ("\n", form.parameter[0], form.section[1])
         name, end, _ = split(text[:MAX_HEAD], ends)
         if not end and len(text) < MAX_HEAD:
-            self._held = text
-            return ""
+            return self._hold(text)
         function = self._function_of(name)
         if not end or function not in self._names:
             self._give_up("")
@@ -159,18 +158,23 @@ class TaggedParser(StatefulParser):
             self._raw.append(text[: len(text) - len(start)] + begin)
             self._state = self._parameter_name
             return start[len(begin) :]
-        answer = opens or begins_with(start, self.begins, is_last=False)
-        for end in self.ends if answer == 0 else ():
-            answer = answer or tag_length(start, end, False, lambda rest: goes_on(rest, self._over, is_last=False))
+        answer = opens or begins_with(start, self.begins, is_last=False) or self._end_length(start)
         if answer == PENDING:
-            self._held = text
-            return ""
+            return self._hold(text)
         if answer == 0 or start.startswith(self.begins):
             return self._no_parameter(text)
         self._start()
         self._close_arguments()
         self._finish_call()
         return start[answer:]
+
+    def _end_length(self, start: str) -> int:
+        """Return how much of the text's start is an end, perhaps damaged; 0: it is none, PENDING."""
+        lengths = (tag_length(start, end, False, self._follows_call) for end in self.ends)
+        return next((length for length in lengths if length), 0)
+
+    def _follows_call(self, text: str) -> int:
+        return goes_on(text, self._over, is_last=False)
 
     def _no_parameter(self, text: str) -> str:
         if not self._is_started:
@@ -186,39 +190,39 @@ class TaggedParser(StatefulParser):
             self._start_call(self._name)
 
     def _parameter_name(self, text: str) -> str:
-        form = self._form
-        begin, name_end, _ = form.parameter
+        begin, name_end, _ = self._form.parameter
         header, end, _ = split(text[:MAX_HEAD], (name_end,))
         if not end and len(text) < MAX_HEAD:
-            self._held = text
-            return ""
+            return self._hold(text)
         name, _, attributes = header.partition('"') if begin.endswith('"') else (header, "", "")
         key, broken, _ = name.strip().partition("\n")
-        if broken and key in self._openings and form.is_padded:  # the end of the opening tag is missing
-            name, end = name[: name.index("\n")], ""
-            header = name
+        if broken and key in self._openings and self._form.is_padded:  # the end of the opening tag is missing
+            header, end = name[: name.index("\n")], ""
+            name = header
         key = self._key_of(name.strip())
-        is_key = key in self._openings or (_KEY.fullmatch(key) is not None and key not in self._keys)
-        if not (end or broken) or not is_key or "<" in header:
+        if not (end or broken) or "<" in header or not self._may_be_key(key):
             return self._break_call(text)
-        self._key = key
+        self._key, self._type = key, self._type_of(key, attributes)
         self._raw.append(header + end)
-        is_text, is_none = form.type_marks
-        if is_text and is_text in attributes:
-            self._type = TEXT
-        elif is_none and is_none in attributes:
-            self._type = NOT_TEXT
-        else:
-            self._type = self._types.of(self._key)
         self._state = self._value_begin
         return text[len(header) + len(end) :]
+
+    def _may_be_key(self, key: str) -> bool:
+        return key in self._openings or (_KEY.fullmatch(key) is not None and key not in self._keys)
+
+    def _type_of(self, key: str, attributes: str) -> ValueType:
+        is_text, is_none = self._form.type_marks
+        if is_text and is_text in attributes:
+            return TEXT
+        if is_none and is_none in attributes:
+            return NOT_TEXT
+        return self._types.of(key)
 
     def _value_begin(self, text: str) -> str:
         begin = self._form.value
         start = skip_blanks(text) if begin else text
         if begin and start is not None and (not start or may_become(start, begin)):
-            self._held = text
-            return ""
+            return self._hold(text)
         if start is None or not start.startswith(begin):
             return self._break_call(text)
         self._start()
@@ -237,8 +241,7 @@ class TaggedParser(StatefulParser):
         found = self._value_ends.find(text, tuple(self._openings.values()), self._is_over, is_last=False)
         self._take_value(text[: found.value], found.is_end and not found.is_implied)
         if not found.is_end:
-            self._held = text[found.value :]
-            return ""
+            return self._hold(text[found.value :])
         self._end_value()
         self._state = self._parameter
         return text[found.taken :]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from bireme.guides import TRIGGER
 from bireme.text.parsers.base import CallStart, Event, Guide, Parser, ParserRequest, Reasoning
-from bireme.text.parsers.scan import hold_blanks, may_become, skip_blanks, split
+from bireme.text.parsers.scan import hold_blanks, may_become, split, take_mark
 
 MAX_CALL_HEAD = 4096  # characters behind a mark in which a call must have begun to end the reasoning
 
@@ -77,8 +77,11 @@ class ThinkParser:
         self._inner = new_answer()
         self._answer_begin = form.answer[:1] if form.has_answer_alone else ()
         self._marks = form.ends + self._answer_begin + tuple(self._inner.begins)  # that may end the reasoning
-        # start, reasoning, call head, gap, answer, trailer (behind the answer's own end marker), after
-        self._place = "answer" if answer_end else "start"
+        self._openings = dict.fromkeys(form.begins, "reasoning")  # mark: the place behind it
+        if not is_open:
+            self._openings |= dict.fromkeys(form.ends if form.has_end_alone else (), "gap")
+            self._openings |= dict.fromkeys(self._answer_begin, "gap")
+        self._place = "answer" if answer_end else "start"  # a key of _STEPS
         self._is_open = is_open
         self._has_text = False  # of the reasoning: layout at its start has been dropped
         self._answer_end = self._ends_of(answer_end) if answer_end else ()
@@ -93,19 +96,13 @@ class ThinkParser:
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
         text, self._held = self._held + text, ""
-        if self._place == "start":
-            text = self._start(text)
-        while self._place in ("reasoning", "call head") and text:
-            text = self._reason(text, events) if self._place == "reasoning" else self._call_head(text, events)
-        if self._place == "gap" and text:
-            text = self._gap(text)
-        if self._place == "answer" and text and self._answer_end:
-            text = self._until_answer_end(text, events)
-        if self._place == "trailer" and text:
-            text = self._behind_answer(text)
-        if self._place in ("answer", "after") and text:
-            events += self._inner.feed(text)
+        while text:
+            text = _STEPS[self._place](self, text, events)
         return events
+
+    def _hold(self, text: str) -> str:
+        self._held = text
+        return ""
 
     def close(self, is_cut: bool = False) -> list[Event]:
         events: list[Event] = []
@@ -119,31 +116,20 @@ class ThinkParser:
             return [*events, *self._said(held)]
         return [*events, *(self._inner.feed(held) if held else []), *self._inner.close(is_cut)]
 
-    def _start(self, text: str) -> str:
-        start, form = skip_blanks(text), self._form
-        ends = form.ends if form.has_end_alone and not self._is_open else ()
-        answer = () if self._is_open else self._answer_begin
-        if start is not None and (not start or any(may_become(start, mark) for mark in (*form.begins, *ends, *answer))):
-            self._held = text
-            return ""
-        for mark in (*form.begins, *ends) if start is not None else ():
-            assert start is not None
-            if start.startswith(mark):
-                self._place = "gap" if mark in ends else "reasoning"
-                return start[len(mark) :]
-        if start is not None and answer and start.startswith(answer):
-            self._place = "gap"
-            return start
-        self._place = "reasoning" if self._is_open else "answer"
-        return text
+    def _start(self, text: str, events: list[Event]) -> str:
+        found = take_mark(text, self._openings)
+        if found is None:
+            return self._hold(text)
+        mark, rest = found
+        self._place = self._openings.get(mark, "reasoning" if self._is_open else "answer")
+        return mark + rest if mark in self._answer_begin else rest  # `_gap` takes the answer's
 
     def _reason(self, text: str, events: list[Event]) -> str:
         before, marker, rest = split(text, self._marks)
         certain, blanks = hold_blanks(before)
         events += self._said(certain)
         if not marker:
-            self._held = blanks + rest
-            return ""
+            return self._hold(blanks + rest)
         if marker in self._form.ends:
             self._place = "gap"
             return rest
@@ -176,39 +162,51 @@ class ThinkParser:
         self._inner, self._place = self._new_answer(), "reasoning"
         return tried[len(mark) :]
 
-    def _gap(self, text: str) -> str:
+    def _gap(self, text: str, events: list[Event]) -> str:
         start, (begin, end) = text.lstrip(), self._form.answer
         if not start or may_become(start, begin):
-            self._held = start
-            return ""
+            return self._hold(start)
         self._place = "answer"
         if begin and start.startswith(begin):
             self._answer_end = self._ends_of(end)
             return start[len(begin) :].lstrip()
         return start
 
-    def _until_answer_end(self, text: str, events: list[Event]) -> str:
-        before, marker, rest = split(text, self._answer_end)
-        if not marker:
-            self._held = rest
-            return before
+    def _answer(self, text: str, events: list[Event]) -> str:
+        before, marker, rest = split(text, self._answer_end) if self._answer_end else (text, "", "")
         events += self._inner.feed(before)
+        if not marker:
+            return self._hold(rest)
         self._place = "trailer" if self._form.trailer not in ("", marker) else "after"
         return rest
 
     def _ends_of(self, end: str) -> tuple[str, ...]:
         return (end, self._form.trailer) if self._form.trailer else (end,)
 
-    def _behind_answer(self, text: str) -> str:
+    def _behind_answer(self, text: str, events: list[Event]) -> str:
         start = text.lstrip()
         if not start or may_become(start, self._form.trailer):
-            self._held = text
-            return ""
+            return self._hold(text)
         self._place = "after"
         return start.removeprefix(self._form.trailer)
+
+    def _after(self, text: str, events: list[Event]) -> str:
+        events += self._inner.feed(text)
+        return ""
 
     def _said(self, text: str) -> list[Event]:
         if not self._has_text:
             text = text.lstrip()
             self._has_text = bool(text)
         return [Reasoning(text)] if text else []
+
+
+_STEPS = {  # each takes text and returns what the next one has to take
+    "start": ThinkParser._start,
+    "reasoning": ThinkParser._reason,
+    "call head": ThinkParser._call_head,
+    "gap": ThinkParser._gap,
+    "answer": ThinkParser._answer,
+    "trailer": ThinkParser._behind_answer,  # behind the answer's own end marker
+    "after": ThinkParser._after,
+}
