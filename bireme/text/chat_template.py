@@ -1,13 +1,11 @@
 """Chat templates: messages to a prompt, in jinja2's sandbox with the helpers that transformers gives templates.
 
-A template comes with a model and sees only plain JSON data. Attributes of Python's internals are out of its reach; the
-prompt's size and the rendering time are limited (checked with every piece of output). Messages have the form of
-transformers and vLLM: arguments of tool calls as objects, content given in text parts as one string (parts of other
-kinds stay a list), reasoning under each name in use. Templates of some vision-language models read only parts and would
-silently skip a string: they get parts. A template is asked once how it has to be given calls (CallForm).
+A template comes with a model and sees only plain JSON data; the prompt's size and the rendering time are limited.
+Messages have the form of transformers and vLLM: arguments of tool calls as objects, content given in text parts as one
+string (parts of other kinds stay a list), reasoning under each name in use. Templates of some vision-language models
+would skip a string: they get parts. A template is asked once how it has to be given calls (CallForm).
 
-**Control tokens in what callers send are text.** A template writes `<|im_end|>` to end a message; the same characters
-in a message, a tool or a variable must not (control_tokens.py). The exception: thought marks in an assistant's text by
+**Control tokens in what callers send are text** (control_tokens.py), but for thought marks in an assistant's text by
 which the template takes it apart. Roles that a recipe trusts are left as they are.
 """
 
@@ -96,7 +94,7 @@ class ChatTemplate:
             for message in self._formed(messages):
                 shown.append(self._protected(_shown(message, self._wants_parts, has_text), shield))
             if messages and messages[-1].get(CONTINUED):
-                end = shield.end_mark()
+                end = shield.mark_of("")
                 shown[-1] = _ended(shown[-1], end)
             context = {
                 "documents": None,

@@ -1,9 +1,9 @@
 """Control tokens: which texts a tokenizer reads as such, and a shield that keeps them out of what callers send.
 
-A file of a model lists added tokens: marks of turns, calls and thoughts, whether it calls them special or not, but also
-runs of blanks, HTML tags and words, which are ordinary text. A template writes the marks; the same characters in what
-a caller sends must stay characters. The shield puts numbers that nobody can know in their place before rendering. What
-is rendered is cut there, and each of these places is encoded by itself.
+A model's file lists added tokens: marks of turns, calls and thoughts, special or not, but also runs of blanks, HTML
+tags and words, which are ordinary text. A template writes the marks; the same characters in what a caller sends must
+stay characters. The shield puts numbers that nobody can know in their place before rendering, and what is rendered is
+cut there.
 
 A mark may also come about where two texts meet: of two parts of a message, or of `<`, which a template writes before a
 name, and the name. There the shield puts a cut with nothing in it.
@@ -186,25 +186,18 @@ class Shield:
         controls = self._controls
         if controls.may_be_in(text):
             assert controls.pattern is not None
-            text = controls.pattern.sub(self._mark, controls.normalized(text))
+            text = controls.pattern.sub(lambda match: self.mark_of(match.group()), controls.normalized(text))
             if controls.is_begun(body := text.rstrip()):
-                text = body + self._mark_of("") + text[len(body) :]
+                text = body + self.mark_of("") + text[len(body) :]
         if self._template.has_joints and text and self._template.is_ended(body := text.lstrip()):
-            text = text[: len(text) - len(body)] + self._mark_of("") + body
+            text = text[: len(text) - len(body)] + self.mark_of("") + body
         return text
 
-    def _mark(self, match: re.Match[str]) -> str:
-        return self._mark_of(match.group())
-
-    def _mark_of(self, string: str) -> str:
-        """Return digits alone, which nothing that templates do to a text changes."""
+    def mark_of(self, string: str) -> str:
+        """Return what stands for a string: digits alone, which nothing that templates do to a text changes."""
         self._nonce = self._nonce or f"{secrets.randbelow(10**_NONCE_DIGITS):0{_NONCE_DIGITS}}"
         self._strings.append(string)
         return f"{self._nonce}{len(self._strings) - 1:0{_NUMBER_DIGITS}}"
-
-    def end_mark(self) -> str:
-        """Return what marks a place of the prompt, and stands for nothing."""
-        return self._mark_of("")
 
     def protect_tools(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Protect what comes with each request of a conversation; tools that were clean before are so again."""

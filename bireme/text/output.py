@@ -1,8 +1,5 @@
 """What a client gets of one generated sequence: tokens become text, and both become responses.
 
-A `TextStream` is the Sink of one request, in the decode stage and in the pipelines alike. It may be called from any
-thread, one at a time. It never waits and never raises: an engine's errors come in `Finish` and go to `done`.
-
 Tokens go out with the step that made them, text as soon as it is certain. Without stop strings the reader of a delta
 makes its text, as a rule the thread that sends it. When a stop string is complete, `abort` is called once and the
 engine's finish is awaited for its usage; then the reason is `stop`, whatever the engine says. Tokens after the one that
@@ -32,9 +29,8 @@ _ENDED_WELL = ("stop", "length")
 class TokenDelta:
     """New tokens of one sequence; later deltas of the same sequence merge into it.
 
-    With a `detokenizer` the text is made when it is first asked for, as a rule on the thread that sends it. Until its
-    tokens or text are read the delta takes more: most steps cost no object, no merge and no call of the detokenizer of
-    their own. The deltas of a stream must be read in their order.
+    With a `detokenizer` the text is made when it is first asked for. Until its tokens or text are read the delta takes
+    more: most steps cost no object and no call of their own. The deltas of a stream must be read in their order.
     """
 
     __slots__ = (
@@ -178,7 +174,7 @@ def _ignore(*anything: object) -> None:
 
 
 class TextStream:
-    """The Sink of one sequence.
+    """The Sink of one sequence, called from any thread, one at a time. It never waits and never raises.
 
     `done` is called with each Finish: once, or more than once when the caller goes on with the same stream on another
     engine after an error. `finish_reason` is set when the sequence has ended well: then the last delta, with reason and

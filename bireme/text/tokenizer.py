@@ -1,10 +1,9 @@
 """A model's tokenizer, from its folder, by the `tokenizers` library alone: no torch, no transformers.
 
-`tokenizer.json` is needed; only its post-processor says whether bos and eos are added (as in transformers 5, which
-ignores tokenizer_config.json's add_bos_token where this file is). `tokenizer_config.json` names the special tokens for
-templates. The chat template is chat_template.jinja, chat_template.json or tokenizer_config.json's own, in this order.
-Plain text is encoded as in transformers, control tokens in it included; in what callers send to a chat they are text
-(control_tokens.py). A Tokenizer may be used from many threads: encoding releases the GIL.
+Whether bos and eos are added says the post-processor of `tokenizer.json` alone, as in transformers 5.
+`tokenizer_config.json` names the special tokens for templates. The chat template is chat_template.jinja,
+chat_template.json or tokenizer_config.json's own, in this order. Plain text is encoded as in transformers, control
+tokens in it included; in what callers send to a chat they are text (control_tokens.py).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class TextTokenizer:
-    """Text to token ids and back."""
+    """Text to token ids and back, for many threads at once: encoding releases the GIL."""
 
     def __init__(
         self,

@@ -136,7 +136,7 @@ class NestedParser(TaggedParser):
         length = tag_length(start, element.ends.tag, False, element.ends.follows)
         if length == PENDING:
             return self._hold(text)
-        return self._close_element(start[length:]) if length else self._break_value(text)
+        return self._close_elements(1, start[length:]) if length else self._break_value(text)
 
     def _take_tag(self, text: str, start: str) -> str:
         element = self._open[-1]
@@ -175,7 +175,7 @@ class NestedParser(TaggedParser):
         length = tag_length(start, ends.tag, False, ends.follows)
         if length == PENDING:
             return self._hold(text)
-        return self._close_element(start[length:]) if length or name[:1] != "/" else self._break_value(start)
+        return self._close_elements(1, start[length:]) if length or name[:1] != "/" else self._break_value(start)
 
     def _is_next(self, name: str) -> bool:
         """Whether a tag is the call's next argument, and none that an open element can hold."""
@@ -195,10 +195,7 @@ class NestedParser(TaggedParser):
         element.text += text[: found.value]
         if not found.is_end:
             return self._hold(text[found.value :])
-        return self._close_element(text[found.taken :])
-
-    def _close_element(self, rest: str) -> str:
-        return self._close_elements(1, rest)
+        return self._close_elements(1, text[found.taken :])
 
     def _close_elements(self, number: int, rest: str) -> str:
         for _ in range(number):

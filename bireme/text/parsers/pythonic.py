@@ -130,16 +130,15 @@ class PythonicParser(StatefulParser):
     def _end_list(self, text: str, at: int) -> str:
         self._raw.append(text[:at])
         calls = read_calls("".join(self._raw).removeprefix(self._marker), self._names)
-        if not calls and self._form.is_unescaped and self._is_marked:
+        if calls:
+            self._put_out(calls)
+            self._state = self._after_list
+        elif self._form.is_unescaped and self._is_marked:
             self._state = self._unescaped
             self._num_characters += at
-            return text[at:]
-        if not calls:
+        else:
             self._give_up("")
             self._is_marked = False
-            return text[at:]
-        self._put_out(calls)
-        self._state = self._after_list
         return text[at:]
 
     def _unescaped(self, text: str) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 
 from bireme.text.parsers.base import CallArguments, CallStart, Content, Event, ParserRequest
 from bireme.text.parsers.json_stream import JsonStream
-from bireme.text.parsers.scan import hold_blanks, may_become, skip_blanks, split, trim_end
+from bireme.text.parsers.scan import hold_blanks, skip_blanks, split, take_mark, trim_end
 from bireme.text.parsers.tag_ends import PENDING, begins_with, goes_on, tag_length
 
 State = Callable[[str], str]  # takes text; returns what the next state has to take, having set `_state`
@@ -96,15 +96,16 @@ class StatefulParser(ABC):
 
     def _expect(self, text: str, marker: str, then: State) -> str:
         """Take a marker, and blanks before it, and go on in `then`; something else is no call."""
-        start = skip_blanks(text)
-        if start is not None and (not start or may_become(start, marker)):
+        found = take_mark(text, (marker,))
+        if found is None:
             return self._hold(text)
-        if start is None or not start.startswith(marker):
+        taken, rest = found
+        if taken:
+            self._raw.append(text[: len(text) - len(rest)])
+            self._state = then
+        else:
             self._give_up("")
-            return text
-        self._raw.append(text[: len(text) - len(start)] + marker)
-        self._state = then
-        return start[len(marker) :]
+        return rest
 
     def _end(self, is_cut: bool) -> None:
         """Emit what is held back, in the current state."""

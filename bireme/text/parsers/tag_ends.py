@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from bireme.text.parsers.scan import may_become, skip_blanks
 
@@ -122,10 +123,10 @@ class ValueEnds:
         return first + len(text[first:at].rstrip("\n"))
 
 
-class Found:
+class Found(NamedTuple):
     """A value up to `value`; its tag, if it has one, up to `taken`."""
 
-    __slots__ = ("is_end", "is_implied", "taken", "value")
-
-    def __init__(self, value: int, taken: int, is_end: bool = False, is_implied: bool = False) -> None:
-        self.value, self.taken, self.is_end, self.is_implied = value, taken, is_end, is_implied
+    value: int
+    taken: int
+    is_end: bool = False
+    is_implied: bool = False
