@@ -28,7 +28,7 @@ def test_a_tiny_model_equals_generate(tmp_path, model_type):
     assert len({token for tokens in expected for token in tokens}) > 20
     with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
         assert engine.run([request(prompt, 24) for prompt in PROMPTS]) == expected
-        is_on_modules = engine.core._parts.forward.paths == ["modules"]
+        is_on_modules = "modules" in engine.core._parts.forward.paths
     assert is_on_modules is (type(model).__name__ not in FAMILIES)
 
 
