@@ -96,14 +96,10 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False  # of chats; load generators send it, and responses always tell their usage
 
 
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionTool(FunctionDefinition, forbid_unknown_fields=True):
     """A function; the fields that are None are known and not served."""
 
-    name: str
     type: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     output_schema: None = None
     allowed_callers: None = None
     defer_loading: Literal[False] | None = None
@@ -338,10 +334,8 @@ class _Tools:
         tool = convert_part(given, FunctionTool, where)
         name, description = tool.name, tool.description
         if space is not None:
-            name, description = (
-                offered_name(space.name, name),
-                "\n".join(filter(None, [space.description, description])),
-            )
+            name = offered_name(space.name, name)
+            description = "\n".join(filter(None, [space.description, description]))
             self.spaced[name] = (space.name, tool.name)
         self.functions[where] = FunctionDefinition(name, description, tool.parameters, tool.strict)
         shown = {"type": "function", "name": tool.name, "parameters": tool.parameters, "strict": tool.strict}
