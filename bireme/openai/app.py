@@ -31,7 +31,7 @@ from bireme.openai.http.members import Member
 from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
-from bireme.openai.model_kinds import EMBEDDINGS, TEXT, VIDEO
+from bireme.openai.model_kinds import ModelsByName
 from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS, openapi
 from bireme.openai.playground_files import PlaygroundFiles
 from bireme.openai.readiness import Readiness
@@ -76,12 +76,9 @@ class Frontend:
         """
         self._videos = videos or VideoModels()
         self._embedders = embedders or EmbeddingModels()
-        videos_by_name = {video.name: VIDEO for video in self._videos}
-        texts_by_name = {model.name: TEXT for model in models}
-        embedders_by_name = {model.name: EMBEDDINGS for model in self._embedders}
-        models.know_others(videos_by_name | embedders_by_name)
-        self._videos.know_others(texts_by_name | embedders_by_name)
-        self._embedders.know_others(texts_by_name | videos_by_name)
+        self._kinds: tuple[ModelsByName[Any], ...] = (models, self._videos, self._embedders)
+        for kind in self._kinds:
+            kind.know_others({one.name: other.kind for other in self._kinds if other is not kind for one in other})
         self._models, self._metrics, self._keys = models, metrics, keys
         self._member = member
         self._teller: asyncio.AbstractServer | None = None
@@ -89,7 +86,7 @@ class Frontend:
         self._video_routes = VideoRoutes(self._videos, metrics, self._config.comment_interval_s)
         self._stored = StoredResponses(self._config, models, keys, responses_folder)
         self._files_folder = files_folder
-        self._followed, self._followers = followed, list[asyncio.Task[None]]()
+        self._followed, self._tasks = followed, list[asyncio.Task[None]]()
         self._files: FileRoutes | None = None
         self._page = MetricsPage(metrics)
         self._playground = PlaygroundFiles() if self._config.playground else None
@@ -98,7 +95,6 @@ class Frontend:
         self._browsers = BrowserGuard(bound_to, self._config.allowed_hosts)
         self._streams: Streams = set()
         self._routes: dict[str, dict[str, Handler]] = {}
-        self._ticker: asyncio.Task[None] | None = None
         self._pulse: asyncio.Task[None] | None = None
         self._num_active = 0
         self.readiness: Readiness | None = None
@@ -155,8 +151,8 @@ class Frontend:
         await self._video_routes.start()
         self._stored.start()
         self._files.start()
-        self._followers = [asyncio.get_running_loop().create_task(files.run()) for files in self._followed]
-        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        work = [self._tick(), *map(FollowedFiles.run, self._followed)]
+        self._tasks = [asyncio.get_running_loop().create_task(one) for one in work]
         if (pulse := own_pulse()) is not None:
             self._pulse = asyncio.get_running_loop().create_task(pulse.run())
         if self._member is not None:
@@ -165,10 +161,8 @@ class Frontend:
     async def stop(self) -> None:
         if self._teller is not None:
             self._teller.close()
-        if self._ticker is not None:
-            self._ticker.cancel()
-        for follower in self._followers:
-            follower.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._video_routes.stop()
         await self._stored.stop()
         if self._files is not None:
@@ -289,7 +283,7 @@ class Frontend:
         return handle
 
     async def _list_models(self, call: Call) -> None:
-        models = [*self._models, *self._videos, *self._embedders]
+        models = [model for kind in self._kinds for model in kind]
         if call.header(_ANTHROPIC_VERSION):
             call.speak(anthropic_reply_of, b"request-id")
             await call.reply(200, encode_json(anthropic_page([anthropic_model(model) for model in models], call)))
@@ -301,8 +295,8 @@ class Frontend:
         if call.header(_ANTHROPIC_VERSION):
             call.speak(anthropic_reply_of, b"request-id")
             form = anthropic_model
-        kinds = self._videos if name in self._videos else self._embedders if name in self._embedders else self._models
-        await call.reply(200, encode_json(form(kinds.get(name))))
+        kind = next((kind for kind in self._kinds if name in kind), self._models)
+        await call.reply(200, encode_json(form(kind.get(name))))
 
     async def _live(self, call: Call) -> None:
         await call.reply(200, b'{"status":"live"}')
@@ -330,8 +324,7 @@ class Frontend:
         await call.reply(200, self._page.text(others, only_key), (b"content-type", CONTENT_TYPE))
 
     async def _show_openapi(self, call: Call) -> None:
-        kinds = (self._models, self._videos, self._embedders)
-        await call.reply(200, encode_json(openapi(*([model.name for model in kind] for kind in kinds))))
+        await call.reply(200, encode_json(openapi(*([model.name for model in kind] for kind in self._kinds))))
 
     def _count(self, call: Call) -> None:
         path = call.path if call.path in self._routes else "/" if call.path in self._playground_paths else "other"
