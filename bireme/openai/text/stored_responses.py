@@ -150,13 +150,14 @@ class StoredResponses:
         if not is_kept and conversation is None:
             return
         items = listed(request.items)
-        turn = None if conversation is None else [*items, *answer.items]
+        turn = [*items, *answer.items]
         previous = request.shown["previous_response_id"] or conversation
-        if is_kept and await self._is_written(
-            answer, NewResponse(name, tenant.name, previous, answer.json(), items, turn=turn)
-        ):
+        new = NewResponse(
+            name, tenant.name, previous, answer.json(), items, turn=None if conversation is None else turn
+        )
+        if is_kept and await self._is_written(answer, new):
             return
-        if conversation is not None and turn is not None:
+        if conversation is not None:
             try:
                 await self.conversations.add(conversation, tenant, turn)
             except BiremeError as error:  # it was deleted meanwhile, or can't be written
@@ -171,7 +172,7 @@ class StoredResponses:
             self._writer = asyncio.get_running_loop().create_task(self._write())
         try:
             if not await written:
-                _note_not_added(new.previous or "", new.id, "it does not exist")
+                _note_not_added(new.previous, new.id, "it does not exist")
         except Exception as error:  # also of a store that can't be opened: the answer is there, and paid for
             logger.error("response_not_kept id=%s error=%s", new.id, error)
             drop_frames(error)
@@ -421,7 +422,7 @@ class StoredResponses:
         return row
 
 
-def _note_not_added(conversation: str, name: str, error: object) -> None:
+def _note_not_added(conversation: str | None, name: str, error: object) -> None:
     logger.error("conversation_not_kept id=%s response=%s error=%s", conversation, name, error)
 
 
