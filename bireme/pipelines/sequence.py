@@ -26,7 +26,6 @@ import enum
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -67,8 +66,7 @@ class Push(Protocol):
     def __call__(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRequest:
+class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a sequence needs to run, checked and tokenized."""
 
     prompt: Ids  # CPU 1D

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import replace
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from bireme.canary_mark import is_canary
@@ -101,7 +101,7 @@ class TextPipeline:
             options=request.options,
             deadline=arrived_at + request.timeout_ms / 1000 if request.timeout_ms else 0.0,
         )
-        return [first, *(replace(first, sampling=other) for other in params[1:])]
+        return [first, *(msgspec.structs.replace(first, sampling=other) for other in params[1:])]
 
     def _form(self, request: GenerateRequest, num_input_tokens: int) -> AnswerFormat:
         prompt = ""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,8 +20,7 @@ from bireme.serving_options import NO_OPTIONS, ServingOptions
 ANYBODY: tuple[str, int | None] = ("", None)
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True):
     prompt: npt.NDArray[np.int32]  # CPU 1D
     options: ServingOptions = NO_OPTIONS
     media: tuple[MediaSpan, ...] = ()
