@@ -47,7 +47,7 @@ class Sampling:
 
     def complete(self, options: ServingOptions) -> ServingOptions:
         """Return the options with what is read among the sampling values."""
-        if (self.priority, self.lora_name) == (options.priority, options.lora_name):
+        if self.priority == options.priority and self.lora_name == options.lora_name:
             return options
         return msgspec.structs.replace(options, priority=self.priority, lora_name=self.lora_name)
 

@@ -6,8 +6,8 @@ object's fields; a value that is given twice must be the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
@@ -46,7 +46,7 @@ class SharedNames(ForAll, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Extensions(SharedNames, kw_only=True, forbid_unknown_fields=True):
+class Extensions(SharedNames, frozen=True, kw_only=True, forbid_unknown_fields=True):  # type: ignore[misc]
     """The `bireme` object."""
 
     priority: float | None = None  # 0 to 1, higher is served first
@@ -59,6 +59,7 @@ class Extensions(SharedNames, kw_only=True, forbid_unknown_fields=True):
 
 
 _T = TypeVar("_T")
+_NO_EXTENSIONS = Extensions()
 Annotation = Literal["request_id", "formatted_prompt", "token_ids"]
 ExtraField = Literal["worker_id", "timing"]
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
@@ -103,11 +104,10 @@ class TopLevelNames(SharedNames, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     nvext: NvExt | None = None
-    bireme: Extensions = msgspec.field(default_factory=Extensions)
+    bireme: Extensions = _NO_EXTENSIONS
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A request's options beyond OpenAI's fields, under whichever names."""
 
     sampling: Mapping[str, Any]  # fields of bireme/sampling.py that are set, but for the guide
@@ -121,14 +121,29 @@ class RequestOptions:
     extra_fields: tuple[ExtraField, ...]  # Dynamo's
 
 
-_SHARED = tuple(field.encode_name for field in msgspec.structs.fields(SharedNames))
+def _names_in(names: Iterable[str]) -> Callable[[str, msgspec.Struct], Iterator[tuple[str, str, Any]]]:
+    """Return what yields name, place and value of those names that are set."""
+    names = tuple(names)
+    values_of = attrgetter(*names)
+
+    def set_in(at: str, place: msgspec.Struct) -> Iterator[tuple[str, str, Any]]:
+        for name, value in zip(names, values_of(place), strict=True):
+            if value is not None:
+                yield name, at + name, value
+
+    return set_in
+
+
 _GUIDES = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
 }  # fmt: skip
-_STRUCTURED = {name: name for name in ("json", "regex", "choice", "grammar", "structural_tag", "json_object")}
-_NOT_STRUCTURED = (
-    "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
-)  # fmt: skip
+_shared_in = _names_in(SharedNames.__struct_fields__)
+_nvext_shared_in = _names_in(name for name in SharedNames.__struct_fields__ if name in NvExt.__struct_fields__)
+_guides_in = _names_in(_GUIDES)
+_structured_in = _names_in(("json", "regex", "choice", "grammar", "structural_tag", "json_object"))
+_not_structured_in = _names_in(
+    ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+)
 _NO_NVEXT = NvExt()
 _PLACED_HERE = "workers have names here; send bireme.routing"
 _SHOWN_TIERS = {"auto": "default", "fast": "priority"}  # others are shown as they are
@@ -210,14 +225,15 @@ def request_options(
 
 
 def _serving(own: Extensions, cache_salt: str, session_key: str) -> ServingOptions:
+    if own is _NO_EXTENSIONS and not cache_salt and not session_key:
+        return NO_OPTIONS  # which messages leave out
     session_id = check_session(own.session_id, "bireme.session_id")
-    options = ServingOptions(
+    return ServingOptions(
         cache_salt=cache_salt,
         session_id=session_id or check_session(session_key, "prompt_cache_key"),
         routing=own.routing,
         kv_cache_retention_config=check_retention(own.kv_cache_retention_config, "bireme.kv_cache_retention_config"),
     )
-    return NO_OPTIONS if options == NO_OPTIONS else options  # a message leaves out that one
 
 
 def _priority(body: TopLevelNames, tier: ServiceTier | None) -> float | None:
@@ -246,25 +262,27 @@ def _agreed(given: Iterable[tuple[str, str, Any]]) -> dict[str, tuple[str, Any]]
 
 def _shared(body: TopLevelNames) -> Iterator[tuple[str, str, Any]]:
     """Yield name, place and value of what several places have."""
-    for at, place in (("", body), ("bireme.", body.bireme), ("nvext.", body.nvext)):
-        if place is not None:
-            for name in _SHARED:
-                if (value := getattr(place, name, None)) is not None:
-                    yield name, at + name, value
+    yield from _shared_in("", body)
+    if body.bireme is not _NO_EXTENSIONS:
+        yield from _shared_in("bireme.", body.bireme)
+    if body.nvext is not None:
+        yield from _nvext_shared_in("nvext.", body.nvext)
 
 
 def _guides(body: TopLevelNames) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the guides of all places, as _shared does, in the form of bireme/guides.py."""
-    outputs = body.structured_outputs
-    for name in _NOT_STRUCTURED if outputs is not None else ():
-        if getattr(outputs, name):
-            raise RequestError(f"structured_outputs.{name}: {getattr(outputs, name)}; not served, remove it")
-    places = (("", body, _GUIDES), ("nvext.", body.nvext, _GUIDES), ("structured_outputs.", outputs, _STRUCTURED))
-    for at, place, kinds in places:
-        for name, kind in kinds.items() if place is not None else ():
-            guide = getattr(place, name)
-            if guide is not None and guide is not False:  # json_object is a switch
-                yield "guide", at + name, {kind: guide}
+    for name, where, guide in _guides_in("", body):
+        yield "guide", where, {_GUIDES[name]: guide}
+    if body.nvext is not None:
+        for name, where, guide in _guides_in("nvext.", body.nvext):
+            yield "guide", where, {_GUIDES[name]: guide}
+    if (outputs := body.structured_outputs) is not None:
+        for _, where, value in _not_structured_in("structured_outputs.", outputs):
+            if value:
+                raise RequestError(f"{where}: {value}; not served, remove it")
+        for kind, where, guide in _structured_in("structured_outputs.", outputs):
+            if guide is not False:  # json_object is a switch
+                yield "guide", where, {kind: guide}
     if body.bireme.guided_decoding is not None:
         yield "guide", "bireme.guided_decoding", body.bireme.guided_decoding
 
