@@ -45,12 +45,12 @@ from bireme.launch.preflight import check_all, unkept_code
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.run_folder import RunFolder
 from bireme.launch.tritonserver import (
-    THREAD_POOL_SIZE,
     Server,
     ServerDiedError,
     ServerOptions,
     ServerStartError,
     address,
+    thread_pool_size,
 )
 from bireme.launch.watchdog import StubWatchdog
 from bireme.workers.grpc_tls import GrpcTls
@@ -461,18 +461,3 @@ def advertised_address(host: str, grpc_port: int) -> str:
     if host.count(":") == 1 or host.startswith("[") and "]:" in host:
         return host
     return address(host.strip("[]"), grpc_port)
-
-
-def thread_pool_size(num_stubs: int, limit: int | None = None) -> int:
-    """Return threads for each stub's pool, fewer than THREAD_POOL_SIZE where a container limits processes."""
-    limit = _process_limit() if limit is None else limit
-    return max(32, min(THREAD_POOL_SIZE, limit // 2 // max(num_stubs, 1)))
-
-
-def _process_limit() -> int:
-    for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
-        try:
-            return int(Path(path).read_text())
-        except (OSError, ValueError):  # no cgroup, or "max"
-            continue
-    return 1 << 20

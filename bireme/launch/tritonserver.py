@@ -365,6 +365,21 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def thread_pool_size(num_stubs: int, limit: int | None = None) -> int:
+    """Return threads for each stub's pool, fewer than THREAD_POOL_SIZE where a container limits processes."""
+    limit = _process_limit() if limit is None else limit
+    return max(32, min(THREAD_POOL_SIZE, limit // 2 // max(num_stubs, 1)))
+
+
+def _process_limit() -> int:
+    for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
+        try:
+            return int(Path(path).read_text())
+        except (OSError, ValueError):  # no cgroup, or "max"
+            continue
+    return 1 << 20
+
+
 def failed_models(lines: list[str]) -> dict[str, str]:
     """Return model -> reason out of the table at the end of loading."""
     failed: dict[str, str] = {}

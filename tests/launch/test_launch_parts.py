@@ -19,12 +19,11 @@ from bireme.errors import BiremeError, ConfigError, UnavailableError
 from bireme.launch import free_ports, processes
 from bireme.launch.admin import AdminClient
 from bireme.launch.console import Console
-from bireme.launch.deployment import thread_pool_size
 from bireme.launch.ports import Hosts, host_in, is_free, is_loopback, listen_flags, own_host
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.series import WorkerSeries, total, worker_series
-from bireme.launch.tritonserver import THREAD_POOL_SIZE, ServerOptions, address, failed_models
+from bireme.launch.tritonserver import THREAD_POOL_SIZE, ServerOptions, address, failed_models, thread_pool_size
 from bireme.recipe_files import load_recipe
 
 STUB = "/run/backends/python/triton_python_backend_stub"
