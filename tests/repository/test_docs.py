@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 
 import pytest
 
 from bireme.text.tokenizer import load_tokenizer
-from tests.repository.house import CHECKOUT
+from tests.repository.house import CHECKOUT, PACKAGE, functions_of, tree_of
 from tests.repository.test_imports import ROWS
 from tools import make_api_page, make_metrics_page
 
@@ -62,3 +63,19 @@ def test_a_metric_that_no_part_of_its_page_takes_is_refused(monkeypatch):
 def test_the_architecture_shows_every_part_in_the_order_of_imports():
     shown = re.search(r"direction of imports\n\n```\n(.*?)```", text_of("docs/architecture.md"), re.DOTALL).group(1)
     assert {name for row in ROWS for name in row} == set(re.findall(r"[a-z_]+", shown)) - {"model", "py", "tools"}
+
+
+def names_in(path):
+    """Return a module's classes and functions, methods as Class.method."""
+    classes = [node for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
+    methods = {f"{one.name}.{node.name}" for one in classes for node in one.body if hasattr(node, "name")}
+    return methods | {node.name for node in (*classes, *functions_of(path))}
+
+
+def test_what_is_said_to_be_decided_somewhere_has_its_function_there():
+    section = text_of("docs/architecture.md").partition("## Where is it decided?\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .*\? \| (.*) \|$", section, re.MULTILINE)
+    named = [quoted.partition(":")[::2] for row in rows for quoted in re.findall(r"`([^`]+)`", row)]
+    assert [file for file, _ in named if not (PACKAGE / file).is_file()] == []
+    assert [f"{file}:{name}" for file, name in named if name and name not in names_in(PACKAGE / file)] == []
+    assert len(rows) >= 20 and all(".py:" in row for row in rows)
