@@ -19,7 +19,7 @@ Logits = npt.NDArray[np.float32]
 
 
 class LogitsJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of the model, checked. Arrays travel as bytes."""
+    """A checked call of the model. Arrays travel as bytes."""
 
     processors: tuple[ProcessorCall, ...]
     logits: bytes  # float32 (rows, vocab_size)
@@ -35,7 +35,7 @@ class LogitsJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warm_up() -> None:
-    """Import torch. Raises ConfigError when it is missing."""
+    """Import torch. Raises ConfigError without it."""
     try:
         import torch
     except ImportError as error:

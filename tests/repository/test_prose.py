@@ -11,7 +11,7 @@ from tests.repository.house import CHECKOUT, MODULES, PACKAGE, name_of, tree_of
 
 MAX_SENTENCE_WORDS = 40
 # Words of docstrings per 1,000 lines: what a caller must know, and no more.
-MAX_DOCSTRING_WORDS = {"discovery": 910, "workers": 770, "launch": 720}
+MAX_DOCSTRING_WORDS = {"discovery": 910, "workers": 770, "launch": 720, "logits": 770}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 LIST_MARK = re.compile(r"^\s*([*-]|\d+\.)\s")
