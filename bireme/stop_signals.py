@@ -19,8 +19,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 logger = logging.getLogger("bireme.signals")
 
 
-def on_stop_signal(tell: Callable[[int], None]) -> contextlib.ExitStack:
-    """Call `tell` with the number of each of these signals from now on; on a thread, so it may take locks.
+def on_stop_signal(handle: Callable[[int], None]) -> contextlib.ExitStack:
+    """Call `handle` with the number of each of these signals from now on; on a thread, so it may take locks.
 
     SIGHUP stays ignored where it is already, as with nohup. Only the main thread may call this. Closing the result
     restores the former handling; without that it lasts as long as the process.
@@ -28,7 +28,7 @@ def on_stop_signal(tell: Callable[[int], None]) -> contextlib.ExitStack:
     undo = contextlib.ExitStack()
     reads, writes = os.pipe()
     os.set_blocking(writes, False)  # as set_wakeup_fd wants it
-    threading.Thread(target=_listen, args=(reads, tell), name="stop-signals", daemon=True).start()
+    threading.Thread(target=_listen, args=(reads, handle), name="stop-signals", daemon=True).start()
     undo.callback(os.close, writes)  # ends the thread
     undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writes, warn_on_full_buffer=False))
     for number in STOP_SIGNALS:
@@ -38,12 +38,12 @@ def on_stop_signal(tell: Callable[[int], None]) -> contextlib.ExitStack:
     return undo
 
 
-def _listen(reads: int, tell: Callable[[int], None]) -> None:
+def _listen(reads: int, handle: Callable[[int], None]) -> None:
     for number in _numbers(reads):
         if number not in STOP_SIGNALS:  # for another handler
             continue
         try:
-            tell(number)
+            handle(number)
         except Exception:  # later signals must still be handled
             logger.exception("stop_signal_failed number=%d", number)
 

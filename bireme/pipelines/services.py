@@ -1,6 +1,6 @@
-"""What every text pipeline works with: workers, router, limits, metrics; and the count of running requests.
+"""What every text pipeline shares: workers, router, limits, metrics; and the count of running requests.
 
-Which workers there are is told by a `Discovery`, while requests run: router and worker clients are told on the loop.
+A `Discovery` says which workers there are, while requests run: router and worker clients get its views on the loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Services:
         """Take the workers from `discovery` until `close`; on the loop that this is used on."""
         loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
 
-        def tell(view: Mapping[str, WorkerRecord]) -> None:
+        def on_view(view: Mapping[str, WorkerRecord]) -> None:
             if threading.get_ident() == own_thread:
                 self.set_workers(view)
                 return
@@ -62,7 +62,7 @@ class Services:
                 loop.call_soon_threadsafe(self.set_workers, view)
 
         self.discovery = discovery
-        discovery.watch(tell)
+        discovery.watch(on_view)
 
     def set_workers(self, view: Mapping[str, WorkerRecord]) -> None:
         for name in view.keys() ^ self.members.keys():

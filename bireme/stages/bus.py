@@ -97,7 +97,7 @@ class Subscription:
         self.name = secrets.token_hex(16)
         self.life = 0
         self.number = 0  # the engine's name of this consumer
-        self.heard_at = time.monotonic()
+        self.last_seen_at = time.monotonic()
         self._send, self._max_bytes, self._backlog = send, max_bytes, Backlog()
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -214,7 +214,7 @@ class TokenBus:
         subscription = self._open.get(consumer.decode("ascii", "replace"))
         if subscription is None:
             raise NotFoundError("consumer: no such subscription (any more); subscribe again")
-        subscription.heard_at = time.monotonic()
+        subscription.last_seen_at = time.monotonic()
         return subscription
 
     async def _sweep(self) -> None:
@@ -225,7 +225,7 @@ class TokenBus:
             for subscription in list(self._open.values()):
                 if subscription.life != life:
                     subscription.end(UnavailableError(f"{self._worker}: its engine has ended; subscribe again"))
-                elif now - subscription.heard_at > SILENCE_S:
+                elif now - subscription.last_seen_at > SILENCE_S:
                     subscription.end(
                         UnavailableError(f"consumer: nothing heard for {SILENCE_S:g} s; send `subscribe` = keep")
                     )

@@ -62,7 +62,7 @@ class EventLoop:
         try:
             while not self._is_stopping:
                 self._run_until_interrupted()
-            self._cancel_rest()
+            self._cancel_tasks()
         finally:
             self._loop.close()
 
@@ -72,7 +72,7 @@ class EventLoop:
         except BaseException:  # SystemExit in a callback leaves run_forever(); the requests of others go on
             logger.exception("loop_interrupted")
 
-    def _cancel_rest(self) -> None:
+    def _cancel_tasks(self) -> None:
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()

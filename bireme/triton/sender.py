@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from bireme.coalescing import BURST_REST_S, BUSY_TURN, LONGEST_REST_S, REST
+from bireme.coalescing import BUSY_TURN, LONGEST_PAUSE_S, PAUSE_PER_TURN, SENDER_BURST_PAUSE_S
 from bireme.triton.streams import Stream
 
 logger = logging.getLogger("bireme.triton")
@@ -58,7 +58,7 @@ class Sender:
                 if not self._others:  # else one came before this thread was seen to wait
                     self._flush_next(timeout_s=None)
                 self._is_waiting = False
-            self._rest(*self._turn())
+            self._pause(*self._turn())
 
     def _turn(self) -> tuple[int, float]:
         """Flush all that is there; return the number of streams and the time it took."""
@@ -70,13 +70,13 @@ class Sender:
         self._flush_urgent()
         return count, time.monotonic() - began_at
 
-    def _rest(self, count: int, turn_s: float) -> None:
+    def _pause(self, count: int, turn_s: float) -> None:
         """Let the others' tokens wait for a while; urgent ones go out."""
-        rest_s = length_of_rest(count, turn_s, self._is_burst())
-        ends_at = time.monotonic() + rest_s
-        while rest_s > 0 and not self._stops:
-            self._flush_next(rest_s)
-            rest_s = ends_at - time.monotonic()
+        pause_s = pause_after(count, turn_s, self._is_burst())
+        ends_at = time.monotonic() + pause_s
+        while pause_s > 0 and not self._stops:
+            self._flush_next(pause_s)
+            pause_s = ends_at - time.monotonic()
 
     def _flush_urgent(self) -> None:
         """Flush what is urgent now; what becomes urgent meanwhile waits for one turn of the others."""
@@ -93,11 +93,11 @@ class Sender:
             _flush(stream)
 
 
-def length_of_rest(count: int, turn_s: float, is_burst: bool) -> float:
+def pause_after(count: int, turn_s: float, is_burst: bool) -> float:
     """Return seconds, after a turn of `count` streams that are not urgent."""
     if is_burst:
-        return BURST_REST_S if count else 0.0
-    return min(LONGEST_REST_S, REST * turn_s) if count >= BUSY_TURN else 0.0
+        return SENDER_BURST_PAUSE_S if count else 0.0
+    return min(LONGEST_PAUSE_S, PAUSE_PER_TURN * turn_s) if count >= BUSY_TURN else 0.0
 
 
 def _flush(stream: Stream) -> None:

@@ -29,7 +29,7 @@ class Senders:
         return next(self._next).put
 
     def burst(self, seconds: float) -> None:
-        """Requests start for `seconds` from now: rest after every turn."""
+        """Requests start for `seconds` from now: pause after every turn."""
         self._burst_ends_at = time.monotonic() + seconds
 
     def stop(self, limit_s: float) -> bool:

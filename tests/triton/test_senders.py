@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from bireme.coalescing import BURST_REST_S, BUSY_TURN, LONGEST_REST_S
+from bireme.coalescing import BUSY_TURN, LONGEST_PAUSE_S, SENDER_BURST_PAUSE_S
 from bireme.triton import sender as sender_module
-from bireme.triton.sender import length_of_rest
+from bireme.triton.sender import pause_after
 from bireme.triton.senders import Senders
 from bireme.triton.streams import Stream
 from tests.triton.recording import Recorder, Words
@@ -159,7 +159,7 @@ def test_one_that_is_always_urgent_does_not_starve_the_others():
 
 
 def test_while_a_sender_rests_urgent_responses_go_out_and_others_are_merged(monkeypatch):
-    monkeypatch.setattr(sender_module, "BURST_REST_S", 30.0)
+    monkeypatch.setattr(sender_module, "SENDER_BURST_PAUSE_S", 30.0)
     senders = Senders(1)
     (stream, other), (outlet, of_other) = begin(senders, 2)
     senders.burst(60)
@@ -180,8 +180,8 @@ def make_and_send(senders):
 
 
 def test_after_a_long_turn_the_middle_waits_and_urgent_responses_do_not(monkeypatch):
-    monkeypatch.setattr(sender_module, "REST", 1e6)
-    monkeypatch.setattr(sender_module, "LONGEST_REST_S", 30.0)
+    monkeypatch.setattr(sender_module, "PAUSE_PER_TURN", 1e6)
+    monkeypatch.setattr(sender_module, "LONGEST_PAUSE_S", 30.0)
     senders = Senders(1)
     streams, outlets = begin(senders, BUSY_TURN)
     held = hold(senders)
@@ -197,8 +197,8 @@ def test_after_a_long_turn_the_middle_waits_and_urgent_responses_do_not(monkeypa
 
 
 def test_a_sender_that_does_not_rest_sends_the_middle_at_once(senders, monkeypatch):
-    monkeypatch.setattr(sender_module, "REST", 1e6)
-    monkeypatch.setattr(sender_module, "LONGEST_REST_S", 30.0)
+    monkeypatch.setattr(sender_module, "PAUSE_PER_TURN", 1e6)
+    monkeypatch.setattr(sender_module, "LONGEST_PAUSE_S", 30.0)
     (stream,), (outlet,) = begin(senders, 1)
     for count, word in enumerate("abc", 2):
         stream.send(Words([word]))
@@ -206,14 +206,14 @@ def test_a_sender_that_does_not_rest_sends_the_middle_at_once(senders, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("count", "turn_s", "is_burst", "rest_s"),
+    ("count", "turn_s", "is_burst", "pause_s"),
     [
         (BUSY_TURN - 1, 0.01, False, 0.0),  # few streams
         (BUSY_TURN, 0.01, False, 0.01),  # as long as the turn was
-        (BUSY_TURN, 9.0, False, LONGEST_REST_S),
-        (1, 0.001, True, BURST_REST_S),  # requests start
+        (BUSY_TURN, 9.0, False, LONGEST_PAUSE_S),
+        (1, 0.001, True, SENDER_BURST_PAUSE_S),  # requests start
         (0, 9.0, True, 0.0),  # only urgent ones were sent
     ],
 )
-def test_how_long_a_sender_rests(count, turn_s, is_burst, rest_s):
-    assert length_of_rest(count, turn_s, is_burst) == rest_s
+def test_how_long_a_sender_rests(count, turn_s, is_burst, pause_s):
+    assert pause_after(count, turn_s, is_burst) == pause_s

@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from bireme.coalescing import ENGINE_REST_S
+from bireme.coalescing import ENGINE_PAUSE_S
 from bireme.inbox import Inbox
 from bireme.messages import CONTROL, Hello, Pong, encode, frame
 
@@ -91,8 +91,8 @@ class IoThread:
     def _throttle(self) -> None:
         """Let output that comes fast pile up: sending each step alone costs the readers more than its tokens."""
         now = time.monotonic()
-        if now - self._sent_at < 2 * ENGINE_REST_S and not self._is_closing:
-            time.sleep(ENGINE_REST_S)
+        if now - self._sent_at < 2 * ENGINE_PAUSE_S and not self._is_closing:
+            time.sleep(ENGINE_PAUSE_S)
             now = time.monotonic()
         self._sent_at = now
 
