@@ -209,32 +209,27 @@ class SequenceRunner:
 
     def _plan_retry(self, error: BiremeError) -> float:
         """Return the wait before the next attempt, or raise `error` when there is none."""
-        now, config, is_shared = (
-            time.monotonic(),
-            self._services.recipe.pipeline,
-            self._services.recipe.discovery.is_shared,
-        )
-        has_begun = bool(self.tokens)
+        now, recipe, has_begun = time.monotonic(), self._services.recipe, bool(self.tokens)
         if isinstance(error, ResourceExhaustedError) and not has_begun:
             raise error
-        if isinstance(error, KvTransferError) and (has_begun or not config.enforce_disaggregation):
+        if isinstance(error, KvTransferError) and (has_begun or not recipe.pipeline.enforce_disaggregation):
             return 0.0
-        if isinstance(error, UnreachableError) and not (has_begun or self.migrations or is_shared):
+        if isinstance(error, UnreachableError) and not (has_begun or self.migrations or recipe.discovery.is_shared):
             raise error  # a fixed address, which is wrong
         self._failing_since = self._failing_since or now
         if isinstance(error, EngineLostError):
             self._was_in_stall = isinstance(error, EngineStalledError)
             self.migrations += 1
-            if self.migrations > config.migration_limit:
+            if self.migrations > recipe.pipeline.migration_limit:
                 raise UnavailableError(
-                    f"{error}; moved {config.migration_limit} times already (pipeline.migration_limit)"
+                    f"{error}; moved {recipe.pipeline.migration_limit} times already (pipeline.migration_limit)"
                 ) from error
             self.metrics.add("bireme_migrations_total")
             sampling = self._request.sampling
             # One of several sequences may have been at fault with its own work, which the others have, too: it ends
             # them before they are sent again.
             return FIRST_PAUSE_S if sampling.logits_processors or sampling.guided_decoding else 0.0
-        if now - self._failing_since > config.stall_timeout_s:
+        if now - self._failing_since > recipe.pipeline.stall_timeout_s:
             raise error
         self._backoff = self._backoff or Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         return self._backoff.next_s()
