@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ ONE_PROCESS = (
 )
 
 
+_OF_SERVERS = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.server\b", re.MULTILINE)
+
+
 def _row(module: str) -> int:
     """Return the number of its row, or how many there are."""
     return next((number for number, row in enumerate(ONE_PROCESS) if module.startswith(row)), len(ONE_PROCESS))
@@ -60,6 +64,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: (_row(item.nodeid), not _is_of_servers(item)))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A module of servers alone is not imported to leave out all of its tests: `make unit` looks at the others."""
+    if "not server" in config.option.markexpr.split(" and ") and collection_path.name.startswith("test_"):
+        return bool(_OF_SERVERS.search(collection_path.read_text())) or None
+    return None
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,6 @@
 """/v1/models: what is served, and what each model reads and makes."""
 
 import pytest
-from anthropic.pagination import SyncPage
-from anthropic.types import ModelInfo
 
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError
@@ -41,6 +39,9 @@ VERSION = {"anthropic-version": "2023-06-01"}
 
 
 async def test_anthropics_clients_get_their_own_form_of_models_and_of_errors(frontend):
+    from anthropic.pagination import SyncPage
+    from anthropic.types import ModelInfo
+
     bench = await frontend()
     page = SyncPage[ModelInfo].model_validate_json((await bench.call("GET", "/v1/models", None, VERSION).end()).data)
     one = ModelInfo.model_validate_json((await bench.call("GET", "/v1/models/test", None, VERSION).end()).data)

@@ -1,22 +1,25 @@
-"""Answers of /v1/messages through Anthropic's client's own models, as strictly as these can."""
+"""Answers of /v1/messages through Anthropic's client's own models, as strictly as these can.
+
+The client takes two seconds to import: not in each process that collects tests.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import pydantic
-from anthropic.types import Message, RawMessageStreamEvent
-from anthropic.types.shared.error_response import ErrorResponse
 
 from tests.openai.text.strict import _extras as extras
 
-_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(RawMessageStreamEvent)
 PING = {"type": "ping"}
 
 
-def message_of(data: bytes) -> Message:
+def message_of(data: bytes) -> Any:
     """Return the message; every field must be in the published schema, with its type."""
+    from anthropic.types import Message
+
     message = Message.model_validate_json(data, strict=True)
     assert not list(extras(message)), list(extras(message))
     return message
@@ -24,9 +27,18 @@ def message_of(data: bytes) -> Message:
 
 def error_of(data: bytes) -> Any:
     """Return the error; the client has no model of what a proxy sends, `request_too_large`."""
+    from anthropic.types.shared.error_response import ErrorResponse
+
     error = ErrorResponse.model_validate_json(data, strict=True)
     assert error.request_id and not list(extras(error))
     return error.error
+
+
+@functools.cache
+def _event_type() -> pydantic.TypeAdapter[Any]:
+    from anthropic.types import RawMessageStreamEvent
+
+    return pydantic.TypeAdapter(RawMessageStreamEvent)
 
 
 def events_of(data: bytes) -> list[Any]:
@@ -37,7 +49,7 @@ def events_of(data: bytes) -> list[Any]:
         assert name == f"event: {json.loads(body)['type']}", frame
         if json.loads(body) == PING:
             continue
-        event = _EVENT.validate_json(body, strict=True)
+        event = _event_type().validate_json(body, strict=True)
         assert not list(extras(event)), list(extras(event))
         events.append(event)
     return events
