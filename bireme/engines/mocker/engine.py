@@ -26,6 +26,8 @@ from bireme.engines.base import (
     PlainTokens,
     RequestKey,
     StepOutput,
+    check_open,
+    check_room,
 )
 from bireme.engines.child.step_log import StepLog
 from bireme.engines.mocker.blocks import BlockContent, Holding, MockBlockPool
@@ -34,14 +36,7 @@ from bireme.engines.mocker.pace import Pace
 from bireme.engines.mocker.rows import LAYOUT, MockKvRows
 from bireme.engines.mocker.sequence import MockSequence, MockSequenceStatus
 from bireme.engines.mocker.tokens import Ids, plain_ids, printable_ids
-from bireme.errors import (
-    BiremeError,
-    DeadlineExceededError,
-    RequestError,
-    ResourceExhaustedError,
-    UnavailableError,
-    to_message,
-)
+from bireme.errors import BiremeError, DeadlineExceededError, RequestError, to_message
 from bireme.kv.blocks.events import EventBuffer, KvEvent
 from bireme.kv.transfer.base import Lease
 from bireme.messages import Capacity, Finish, FinishReason
@@ -120,13 +115,8 @@ class MockEngine:
         if admitted.request.sampling.guided_decoding is not None:
             raise RequestError("guided_decoding: the mocker does not choose its tokens; leave it out")
         with self._lock:
-            if self._is_draining:
-                raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
-            if self._num_queued >= self._max_queue_size:
-                raise ResourceExhaustedError(
-                    f"queue: {self._num_queued} requests wait; scheduler_config.max_queue_size is"
-                    f" {self._max_queue_size}; try again later"
-                )
+            check_open(self._context.worker, self._is_draining)
+            check_room(self._num_queued, self._max_queue_size)
             self._num_queued += 1
             self._num_submitted += 1
             order = self._num_submitted

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
+from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, check_open, check_room
 from bireme.engines.child.lost_device import EXIT_BROKEN
 from bireme.engines.torch.images.encode_side import EncodeSide
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.scheduling.core import BrokenEngineError, EngineCore
 from bireme.engines.torch.step import Sequence
 from bireme.engines.torch.weights.lean_imports import import_transformers
-from bireme.errors import EngineLostError, ResourceExhaustedError, UnavailableError
+from bireme.errors import EngineLostError
 from bireme.kv.blocks.events import KvEvent
 from bireme.messages import Capacity
 
@@ -121,17 +121,9 @@ class TorchEngine(EncodeSide):
             self._wake.notify()
 
     def _check_open(self, loaded: LoadedEngine) -> None:
-        worker, limits = self._context.worker, loaded.limits
-        if self._is_draining or self._is_stopping:
-            raise UnavailableError(f"{worker} is draining; send it to another worker, or try again")
-        waiting = loaded.core.num_waiting + loaded.core.num_preparing + self._num_submitted
-        # A request that finds a place in the batch at once does not wait.
-        places = limits.max_batch_size - loaded.core.num_running
-        if waiting >= limits.max_queue_size + places:
-            raise ResourceExhaustedError(
-                f"queue: {waiting} requests wait; scheduler_config.max_queue_size is {limits.max_queue_size};"
-                " try again later"
-            )
+        check_open(self._context.worker, self._is_draining or self._is_stopping)
+        limits, waiting = loaded.limits, loaded.core.num_waiting + loaded.core.num_preparing + self._num_submitted
+        check_room(waiting, limits.max_queue_size, limits.max_batch_size - loaded.core.num_running)
 
     def _run(self, core: EngineCore) -> None:
         import torch

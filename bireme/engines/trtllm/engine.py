@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
+from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, check_open, check_room
 from bireme.engines.torch.images.encode_side import EncodeSide
 from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.loading import Loaded, load, measured
 from bireme.engines.trtllm.requests import Requests
-from bireme.errors import ResourceExhaustedError, UnavailableError
+from bireme.errors import UnavailableError
 from bireme.kv.blocks.events import KvEvent
 from bireme.messages import Capacity
 
@@ -65,7 +65,8 @@ class TrtllmEngine(EncodeSide):
     def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         loaded, requests = self._loaded, self._requests
         assert loaded is not None and requests is not None, "start first"
-        self._check_open(loaded, requests)
+        check_open(self._context.worker, self._is_draining or self._is_stopping)
+        check_room(requests.num_open - loaded.num_places, self._context.config.scheduler_config.max_queue_size)
         state = loaded.planner.plan(key, admitted)
         requests.num_submitted += 1
         requests.num_submitted_tokens += state.num_to_compute
@@ -153,17 +154,6 @@ class TrtllmEngine(EncodeSide):
             asyncio.run_coroutine_threadsafe(requests.end_all(_DRAIN_S), self._loop).result(2 * _DRAIN_S)
         except (TimeoutError, concurrent.futures.TimeoutError):  # one class only from 3.11 on
             logger.warning("requests_left count=%d", requests.num_open)
-
-    def _check_open(self, loaded: Loaded, requests: Requests) -> None:
-        worker = self._context.worker
-        if self._is_draining or self._is_stopping:
-            raise UnavailableError(f"{worker} is draining; send it to another worker, or try again")
-        limit = self._context.config.scheduler_config.max_queue_size
-        waiting = requests.num_open - loaded.num_places
-        if waiting >= limit:
-            raise ResourceExhaustedError(
-                f"queue: {waiting} requests wait; scheduler_config.max_queue_size is {limit}; try again later"
-            )
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)

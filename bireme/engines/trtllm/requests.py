@@ -34,7 +34,6 @@ from bireme.messages import Finish, FinishReason
 
 logger = logging.getLogger("bireme.engines.trtllm")
 
-WARM_UP_KEY: RequestKey = (0, 0)
 _DEFERRED_GRACE_S = 30.0  # beyond the transfer's own time limit; then a deferred abort is carried out after all
 _REASONS: dict[str, FinishReason] = {
     "stop": "stop",

@@ -26,6 +26,8 @@ from bireme.engines.base import (
     EngineProgress,
     RequestKey,
     StepOutput,
+    check_open,
+    check_room,
 )
 from bireme.engines.child.lost_device import leave_if_lost
 from bireme.engines.torch.embedding.text_embedding_model import TextEmbeddingModel
@@ -114,13 +116,8 @@ class TorchEmbeddingEngine:
 
     def embed(self, key: RequestKey, admitted: AdmittedTexts) -> None:
         with self._changed:
-            if self._is_draining:
-                raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
-            if len(self._jobs) >= self._config.max_queue_size:
-                raise ResourceExhaustedError(
-                    f"queue: {len(self._jobs)} requests wait; scheduler_config.max_queue_size is"
-                    f" {self._config.max_queue_size}; try again later"
-                )
+            check_open(self._context.worker, self._is_draining)
+            check_room(len(self._jobs), self._config.max_queue_size)
             self._jobs.append(_EmbedJob(key, admitted))
             self._changed.notify()
 

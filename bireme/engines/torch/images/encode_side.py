@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bireme.engines.base import EngineContext, RequestKey
-from bireme.errors import UnavailableError
+from bireme.engines.base import EngineContext, RequestKey, check_open
 from bireme.messages import EncodeRequest
 
 if TYPE_CHECKING:
@@ -22,8 +21,7 @@ class EncodeSide:
 
     def encode(self, key: RequestKey, request: EncodeRequest) -> None:
         assert self._jobs is not None, "the gate lets no encode through to an engine without vision tower"
-        if self._is_draining or self._is_stopping:
-            raise UnavailableError(f"{self._context.worker} is draining; send it to another worker, or try again")
+        check_open(self._context.worker, self._is_draining or self._is_stopping)
         self._jobs.submit(key, request)
 
     def release(self, handles: tuple[str, ...]) -> None:
