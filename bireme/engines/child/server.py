@@ -172,7 +172,6 @@ class EngineServer:
             return None
 
     def _handle(self, consumer: int, life: int, command: Command) -> None:
-        is_current = life == self._life
         if isinstance(command, Submit) and command.request.sampling.logits_processors:
             with self._own_work.mark((consumer, command.number), Work.PROCESSORS):  # it makes them
                 self._submit(consumer, life, command)
@@ -181,16 +180,18 @@ class EngineServer:
         elif isinstance(command, Ping):
             if consumer == STUB:
                 self._pong(command.number)
-        elif not (is_current and self._service):
-            return  # another life's requests are gone already
-        elif isinstance(command, Abort):  # also after the end: an exported lease is freed this way
-            self._abort(self._service, (consumer, command.number))
+        elif self._service and life == self._life:  # another life's requests are gone already
+            self._control(self._service, consumer, command)
+
+    def _control(self, service: _Service, consumer: int, command: Command) -> None:
+        if isinstance(command, Abort):  # also after the end: an exported lease is freed this way
+            self._abort(service, (consumer, command.number))
         elif isinstance(command, Release):
-            self._release(self._service, command)
+            self._release(service, command)
         elif isinstance(command, Drop):
             self._drop(consumer)
         elif consumer == STUB:
-            self._service.engine.drain()
+            service.engine.drain()
 
     def _submit(self, consumer: int, life: int, command: Submit | Encode | Embed) -> None:
         key, digest, is_canary = (consumer, command.number), "", False
