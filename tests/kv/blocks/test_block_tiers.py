@@ -8,12 +8,13 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
 from bireme.kv.blocks.block_pool import NULL, BlockPool, Retention
 from bireme.kv.blocks.block_tiers import CopyResult
 from bireme.kv.blocks.events import DEVICE, DISK, HOST, BlocksMoved, BlocksRemoved, BlocksStored, EventBuffer
+from tests.kv.blocks.block_tables import BlockTables
 from tests.kv.blocks.naive_cache import NaiveCache
 
 SIZE = 4
@@ -205,17 +206,15 @@ def test_what_is_found_where_is_what_a_naive_cache_finds(seed):
         assert run(blocks, tokens) == naive.run(tokens)
 
 
-class Memory(RuleBasedStateMachine):
+class Memory(BlockTables):
     """What each block holds, as if it were copied: at any time between the order to copy and its end."""
 
     def __init__(self):
-        super().__init__()
         self.events = EventBuffer(100_000)
-        self.blocks = manager(9, 5, 6, window=6, events=self.events, margin=6)
+        super().__init__(manager(9, 5, 6, window=6, events=self.events, margin=6))
         self.content = {}  # (tier, group, block) -> digest
         self.ordered = []  # copies that have not been made
         self.made = []
-        self.live = []  # (table, tokens, computed)
         self.coming = []  # (table, tokens, matched, copies)
         self.held = {}
 
@@ -251,27 +250,12 @@ class Memory(RuleBasedStateMachine):
             self.check(table, matched)
             self.live.append((table, tokens, matched))
 
-    @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 100), chunk=st.integers(1, 7))
-    def compute(self, pick, chunk):
-        at = pick % len(self.live)
-        table, tokens, computed = self.live[at]
-        end = min(len(tokens), computed + chunk)
-        assert self.blocks.can_grow(table, end, computed), "a reservation that does not hold"
-        self.blocks.grow(table, end, computed)
+    def write(self, table, tokens, start, end):
         self.blocks._hash(table, tokens, len(tokens) // SIZE)
         for group, held in enumerate(table.blocks):
-            for index in range(computed // SIZE, -(-end // SIZE)):
+            for index in range(start // SIZE, -(-end // SIZE)):
                 is_full = (index + 1) * SIZE <= end
                 self.content[DEVICE, group, held[index]] = table.hashes[index] if is_full else "partial"
-        self.blocks.commit(table, tokens, end)
-        self.blocks.slide(table, end)
-        self.live[at] = (table, tokens, end)
-
-    @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 100))
-    def leave(self, pick):
-        self.blocks.release(self.live.pop(pick % len(self.live))[0])
 
     @rule()
     def order_copies(self):
@@ -320,10 +304,6 @@ class Memory(RuleBasedStateMachine):
                     block: count for (at, of, block), count in counts.items() if (at, of) == (tier, group)
                 }
                 assert pool.num_available + pool.num_referenced == pool.num_blocks
-
-    @invariant()
-    def promises_can_be_kept(self):
-        assert all(self.blocks._room(group) >= 0 for group in range(2))
 
     @invariant()
     def events_tell_the_highest_tier_of_each_block(self):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, rule
 
-from bireme.kv.blocks.block_manager import BlockManager, BlockTable, GroupSpec
+from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
 from bireme.kv.blocks.block_pool import NULL, BlockPool
 from bireme.kv.blocks.events import BlocksRemoved, BlocksStored, EventBuffer
 from bireme.kv.blocks.hashing import sequence_hashes
+from tests.kv.blocks.block_tables import BlockTables
 
 SIZE = 4
 
@@ -169,14 +170,12 @@ def test_a_full_event_buffer_drops_the_oldest_and_the_ids_tell():
     assert events.drain() == []
 
 
-class Traffic(RuleBasedStateMachine):
+class Traffic(BlockTables):
     """Requests come, compute in chunks, decode and go; blocks stay accounted for whatever the order."""
 
     def __init__(self):
-        super().__init__()
         self.events = EventBuffer(100_000)
-        self.blocks = manager(full=12, window=6, windowed=9, events=self.events)
-        self.live: list[tuple[BlockTable, list[int], int]] = []
+        super().__init__(manager(full=12, window=6, windowed=9, events=self.events))
         self.held: set[int] = set()
 
     @rule(start=st.integers(0, 2), length=st.integers(1, 30))
@@ -189,23 +188,6 @@ class Traffic(RuleBasedStateMachine):
             self.blocks.release(table)
             return
         self.live.append((table, tokens, matched))
-
-    @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 100), chunk=st.integers(1, 7))
-    def compute(self, pick, chunk):
-        at = pick % len(self.live)
-        table, tokens, computed = self.live[at]
-        end = min(len(tokens), computed + chunk)
-        assert self.blocks.can_grow(table, end, computed), "a reservation that does not hold"
-        self.blocks.grow(table, end, computed)
-        self.blocks.commit(table, tokens, end)
-        self.blocks.slide(table, end)
-        self.live[at] = (table, tokens, end)
-
-    @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 100))
-    def leave(self, pick):
-        self.blocks.release(self.live.pop(pick % len(self.live))[0])
 
     @invariant()
     def references_are_those_of_the_tables(self):
@@ -229,8 +211,7 @@ class Traffic(RuleBasedStateMachine):
                 assert len(table.blocks[group]) * SIZE >= computed
 
     @invariant()
-    def promises_can_be_kept(self):
-        assert all(self.blocks._room(group) >= 0 for group in range(2))
+    def what_is_promised_is_what_tables_may_claim(self):
         assert self.blocks._promised == [
             sum(table.claim(group) - table.num_held(group) for table, _, _ in self.live) for group in range(2)
         ]
