@@ -127,17 +127,6 @@ async def test_a_response_format_becomes_a_guide(frontend):
     await reply.end()
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_stops_the_engine(frontend, stream):
-    bench = await frontend()
-    reply = bench.chat(stream=stream, max_tokens=100)
-    await bench.workers.emit(2)
-    generation = bench.workers.running[0]
-    reply.leave()
-    await reply.end()
-    assert generation.is_aborted
-
-
 async def test_an_error_before_the_first_token_has_a_status(frontend):
     bench = await frontend()
     bench.workers.errors.append(ResourceExhaustedError("the queue is full"))

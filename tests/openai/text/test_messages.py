@@ -494,17 +494,6 @@ async def test_timing_comes_on_request(frontend):
     assert b'"bireme":{"timing"' in (await answered(bench, bireme={"return_timing": True}, stream=True)).data
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_stops_the_engine(frontend, stream):
-    bench = await frontend()
-    reply = ask(bench, stream=stream, max_tokens=100)
-    await bench.workers.emit(2)
-    generation = bench.workers.running[0]
-    reply.leave()
-    await reply.end()
-    assert generation.is_aborted
-
-
 RICH = {
     **body_of(), "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"], "temperature": 0.5, "top_k": 4,
     "tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}, "metadata": {"user_id": "me"},

@@ -168,17 +168,6 @@ async def test_an_error_before_the_first_token_has_a_status(frontend):
     assert reply.status == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_stops_the_engine(frontend, stream):
-    bench = await frontend()
-    reply = ask(bench, stream=stream, max_output_tokens=100)
-    await bench.workers.emit(2)
-    generation = bench.workers.running[0]
-    reply.leave()
-    await reply.end()
-    assert generation.is_aborted
-
-
 async def test_a_format_becomes_a_guide(frontend):
     bench = await frontend()
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}

@@ -1,4 +1,4 @@
-"""Streams whose client stops reading and stays, over fake workers, for every kind of text."""
+"""Clients that stop reading and stay, or leave, over fake workers, for every kind of text."""
 
 from __future__ import annotations
 
@@ -114,4 +114,16 @@ async def test_a_drain_ends_a_stream_that_is_not_read(begin, monkeypatch):
     bench, reply, generation = await begin()
     reply.task.cancel()
     await end(reply)
+    assert generation.is_aborted
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", KINDS)
+async def test_a_client_that_leaves_stops_the_engine(frontend, path, stream):
+    bench = await frontend()
+    reply = bench.call("POST", path, {"model": "test", "stream": stream, **KINDS[path]})
+    await bench.workers.emit(2)
+    generation = bench.workers.running[0]
+    reply.leave()
+    await reply.end()
     assert generation.is_aborted
