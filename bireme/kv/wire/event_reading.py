@@ -65,6 +65,8 @@ class ReadBatch(msgspec.Struct, frozen=True, gc=False):
     def alone(self) -> ReadBatch:
         """Return one that keeps no memory of the batches that were read with it."""
         changes = self.changes
+        if changes.end - changes.first == len(changes.rows):  # none was, or it waits again
+            return self
         rows = changes.rows[changes.first : changes.end].copy()
         low, high = (int(rows[0, FIRST]), int(rows[-1, END])) if len(rows) else (0, 0)
         rows[:, FIRST : END + 1] -= low
