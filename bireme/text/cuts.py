@@ -50,10 +50,7 @@ KNOWN_SPLITS = frozenset(
 
 
 def cut_pattern(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return what to look for in texts for a `tokenizers.Tokenizer`: each match begins at a place to cut at.
-
-    None: no place is certain.
-    """
+    """Return what each place to cut at begins with, for a `tokenizers.Tokenizer`; None: no place is certain."""
     added = list(tokenizer.get_added_tokens_decoder().values())
     places = [re.escape(token) for token in _separators(added)]
     if _splits_at_words(tokenizer, added):

@@ -2,8 +2,7 @@
 
 The output after n tokens depends on those tokens alone, not on how they were cut into pushes. At most three bytes, the
 start of a character, are held back; `flush` returns them as U+FFFD. All pieces together are what decoding all tokens at
-once gives, with one exception. For a run of byte tokens that is not valid UTF-8 a SentencePiece decoder makes only
-U+FFFD, also of its valid characters; here those stay, because they went out before the run's end was known.
+once gives, but for a run of byte tokens that is not valid UTF-8: here its valid characters stay.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class TableDetokenizer:
 class WindowDetokenizer:
     """For decoders that look at neighbors: decodes the last few tokens again with every token.
 
-    The new text is the window's text beyond what is out. An unfinished character shows as one U+FFFD at the end, which
-    is held back.
+    An unfinished character shows as one U+FFFD at the end, which is held back.
     """
 
     __slots__ = ("_num_out", "_skip", "_tokenizer", "_window")

@@ -1,8 +1,7 @@
 """Text to token ids: by fastokens where it reads the model's tokenizer, else by the tokenizers library.
 
-fastokens is about 7 times faster for words that it sees for the first time and 20 to 70 times for those it knows, and
-reads only byte-level BPE and SentencePiece's BPE. It is used when both agree on PROBES and on each of the model's own
-added tokens, which takes milliseconds; should they differ elsewhere, `tokenizer_backend: tokenizers` turns it off.
+fastokens is 7 to 70 times faster and reads only byte-level BPE and SentencePiece's BPE. It is used when both agree on
+PROBES and on the model's own added tokens; should they differ elsewhere, `tokenizer_backend: tokenizers` turns it off.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokens of long texts by their beginnings: what a text has in common with an earlier one is not encoded again.
 
-A text is cut at places that depend on what stands before them alone (cuts.py), and the parts are kept: texts with a
-common beginning have their parts in common, up to the one in which they part. What several texts have begun with is
-kept whole as well, and found by one comparison. The answer is exact.
+A text is cut at places that depend on what stands before them alone (cuts.py), and the parts are kept. What several
+texts have begun with is kept whole as well, and found by one comparison. The answer is exact.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class PrefixCache:
         `run`: its `beginning`, where that has been looked up. Raises what encoding raises.
         """
         if self._pattern is None or self._max_bytes == 0 or len(text) <= self._part_characters:
-            return _array(self._encode(text))
+            return array_of(self._encode(text))
         run = self.beginning(text, salt) if run is None else run
         ids, start, num_found = [run.ids], len(run.text), len(run.ids)
         num_known, known_end = 1, start  # parts from the text's beginning that were there
@@ -84,7 +83,7 @@ class PrefixCache:
             key = (salt, text[start:end])
             part = self._find(key)
             if part is None:
-                part = self._keep(key, _array(self._encode(key[1])))
+                part = self._keep(key, array_of(self._encode(key[1])))
             else:
                 num_found += len(part)
                 if known_end == start:
@@ -93,7 +92,7 @@ class PrefixCache:
             start = end
         if num_known > _RUN_PARTS:
             self._keep_run(self._first(text, salt), CommonText(text[:known_end], np.concatenate(ids[:num_known])))
-        ids.append(_array(self._encode(text[start:])))
+        ids.append(array_of(self._encode(text[start:])))
         whole = np.concatenate(ids)
         self._count(num_found, len(whole) - num_found)
         return whole
@@ -146,7 +145,7 @@ class PrefixCache:
             self._metrics.set("bireme_tokenizer_cache_bytes", self.num_bytes)
 
 
-def _array(ids: list[int]) -> Ids:
+def array_of(ids: list[int]) -> Ids:
     return np.array(ids, np.int32)
 
 

@@ -20,7 +20,7 @@ from bireme.errors import ResourceExhaustedError
 from bireme.metrics import Registry
 from bireme.request import Ids, check_prompt_text
 from bireme.text.chat_template import Message
-from bireme.text.prefix_cache import CommonText, PrefixCache
+from bireme.text.prefix_cache import CommonText, PrefixCache, array_of
 from bireme.text.tokenizer import TextTokenizer
 
 _T = TypeVar("_T")
@@ -50,9 +50,9 @@ class PromptEncoder:
         """Encode plain text. Nobody with another `salt` can tell by the time it takes. Raises RequestError."""
         ends, texts = self._tokenizer.ends if add_special_tokens else ([], []), self._tokenizer.raw_texts(text)
         if ends is None:
-            return np.concatenate([_array(self._tokenizer.encode(text)) for text in texts])
+            return np.concatenate([array_of(self._tokenizer.encode(text)) for text in texts])
         ids = self._encode_all([(part, None) for part in texts], salt)
-        return np.concatenate([_array(ends[0]), ids, _array(ends[1])]) if any(ends) else ids
+        return np.concatenate([array_of(ends[0]), ids, array_of(ends[1])]) if any(ends) else ids
 
     def encode_chat(
         self,
@@ -119,7 +119,3 @@ class PromptEncoder:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _array(ids: list[int]) -> Ids:
-    return np.array(ids, np.int32)

@@ -1,8 +1,7 @@
 """Stop strings in a stream of text: found across any cut, never leaked, nothing else delayed.
 
-The first stop string to be complete ends the text; of several complete at the same character, the longest. Only text
-that may become a stop string is held back. Each stop string is followed by a Knuth-Morris-Pratt automaton, so the cost
-per character is constant, however repetitive text and strings are.
+The first stop string to be complete ends the text; of several complete at the same character, the longest. Each is
+followed by a Knuth-Morris-Pratt automaton, so the cost per character is constant, however repetitive they are.
 """
 
 from __future__ import annotations

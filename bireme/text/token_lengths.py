@@ -1,8 +1,7 @@
 """How much text a token can stand for: longer texts than that times the context can't fit and need no encoding.
 
-Only where it is certain: byte-pair encoding with a token for each byte, and nothing around it that drops text.
-Otherwise there is no bound: a pre-tokenizer may remove blanks, an unknown word of any length may be one token, and an
-added token may swallow the blanks beside it.
+Only where it is certain: byte-pair encoding with a token for each byte, and nothing around it that drops text, as a
+pre-tokenizer may, or an added token that swallows the blanks beside it.
 """
 
 from __future__ import annotations

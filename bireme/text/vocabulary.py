@@ -1,11 +1,9 @@
 """The text of every token, as a table: what tokenizers' decoders do, where each token is decoded on its own.
 
 That holds for byte-level BPE (Llama 3, Qwen, GPT) and SentencePiece forms (Llama 2, Mistral, Gemma): their decoders map
-each token to bytes, and only UTF-8 joins them, so a token costs one look-up. Other decoders (WordPiece and the like)
-have no table, see detokenizer.py.
+each token to bytes, and only UTF-8 joins them. Other decoders (WordPiece and the like) have no table.
 
-A SentencePiece decoder also drops the very first space of a text. Generated text follows a prompt, so its first space
-stays.
+A SentencePiece decoder drops the first space of a text; generated text follows a prompt, so here it stays.
 """
 
 from __future__ import annotations

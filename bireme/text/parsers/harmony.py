@@ -8,8 +8,6 @@ The recipient may stand before the first channel, where the template writes it, 
 header: `<|start|>assistant` is the prompt's, ` to=functions.f<|channel|>commentary json<|message|>{...}` the answer.
 Models leave <|start|> out too, and end their thoughts with the next header.
 
-The markers are special tokens. `openai-harmony` reads token ids of one vocabulary; here text comes in, as for
-every other format, so that the frontend needs no vocabulary.
 Messages: `analysis` is reasoning, `to=functions.f` a call, everything else content.
 """
 

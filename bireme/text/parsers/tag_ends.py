@@ -1,7 +1,6 @@
 """End tags as models write them under long contexts: left out, cut, or with one character wrong, missing or too many.
 
-A damaged tag counts only where something follows that can follow the tag, so that values may hold text that is like
-one.
+A damaged tag counts only where something follows that can follow the tag: values may hold text that is like one.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Either the template has opened it (the prompt ends with the marker), or the model opens it first. Everything after the
 end marker is the answer; some models put markers around that too, of which the template may have opened the first.
-White space beside the markers is layout.
 
-A call ends the reasoning too, as models forget the end marker before it. Behind a mark of calls the parser of the
-answer is asked: only what it takes for a call is one, so that a mark that is thought about stays a thought.
+A call ends the reasoning too, as models forget the end marker before it. Only what the parser of the answer takes for a
+call is one: a mark that is thought about stays a thought.
 """
 
 from __future__ import annotations
