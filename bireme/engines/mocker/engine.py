@@ -88,6 +88,7 @@ class MockEngine:
         self._max_batch_size = config.max_batch_size or MAX_BATCH_SIZE
         self._max_num_tokens = config.max_num_tokens or MAX_NUM_TOKENS
         self._max_queue_size = config.scheduler_config.max_queue_size
+        self._max_queue_time_s = config.scheduler_config.max_queue_time_s or math.inf
         max_seq_len = config.max_seq_len or self._model.max_seq_len
         kv = config.kv_cache_config
         pool_tokens = kv.max_tokens or max(max_seq_len, self._max_batch_size * _POOL_TOKENS_PER_REQUEST)
@@ -271,7 +272,7 @@ class MockEngine:
         if now < self._expire_at:
             return
         self._expire_at = now + _EXPIRE_S
-        limit = self._context.config.scheduler_config.max_queue_time_s or float("inf")
+        limit = self._max_queue_time_s
         for one in [one for one in self._waiting if now - one.arrived_at > limit]:
             self._remove_waiting(one)
             text = f"queue time: {now - one.arrived_at:.1f} s; scheduler_config.max_queue_time_s is {limit:g}"
