@@ -250,7 +250,7 @@ class Supervisor:
         return error, watch.cause
 
     def _ended(self, watch: _Watch, how: str, culprit: Culprit | None) -> BiremeError:
-        """`how`: its process did."""
+        """`how`: its process has ended, for the text."""
         if self._stopping.is_set():
             return UnavailableError(f"{self._worker} is stopping")
         if watch.cause == "sleep":
