@@ -142,14 +142,10 @@ class ChatService:
         if self._picture_model is None:
             first = request.pictures[0]
             raise RequestError(f"{first.where.rpartition('.')[0]}.type: {first.part}; this model reads text parts only")
-        deadline = self._deadline(arrived_at)
+        deadline = self.services.deadline(arrived_at)
         return RequestPictures(
             self.services, self._picture_model, request.pictures, deadline, request.options.cache_salt
         )
-
-    def _deadline(self, arrived_at: float) -> float:
-        timeout_s = self.services.recipe.pipeline.request_timeout_s
-        return arrived_at + timeout_s if timeout_s else 0.0
 
     def _sequence_requests(
         self,
@@ -159,7 +155,7 @@ class ChatService:
         pictures: RequestPictures | None,
         arrived_at: float,
     ) -> list[SequenceRequest]:
-        deadline = self._deadline(arrived_at)
+        deadline = self.services.deadline(arrived_at)
         return [
             SequenceRequest(
                 prompt=prompt.ids, sampling=single, options=request.options, deadline=deadline, pictures=pictures

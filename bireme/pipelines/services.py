@@ -82,6 +82,11 @@ class Services:
         found = (self.workers.capacity(name) or one.capacity for name, one in ours.items())
         return next((capacity for capacity in found if capacity is not None), None)
 
+    def deadline(self, arrived_at: float) -> float:
+        """Return the end of a request that has no limit of its own, in time.monotonic(); 0: it has none."""
+        timeout_s = self.recipe.pipeline.request_timeout_s
+        return arrived_at + timeout_s if timeout_s else 0.0
+
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """Count a running request. Raises ResourceExhaustedError when there are too many."""

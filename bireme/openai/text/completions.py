@@ -74,13 +74,13 @@ class Completions(TextApi):
         call.tenant.take_prompt(num_prompt_tokens)
         tokenizer = model.tokenizer
         params = request.sampling.resolve(tokenizer.encode_plain)
-        timeout_s = model.recipe.pipeline.request_timeout_s
+        deadline = model.services.deadline(call.arrived_at)
         sequences = [
             SequenceRequest(
                 prompt=prompt,
                 sampling=single,
                 options=request.options,
-                deadline=call.arrived_at + timeout_s if timeout_s else 0.0,
+                deadline=deadline,
             )
             for prompt in prompts
             for single in expand(params)
