@@ -173,10 +173,42 @@ _CLEARED_LOW, _CLEARED_HIGH = _text(b"AllBlock"), _text(b"sCleared")
 
 
 @compiled()
+def _kind(data: Bytes, at: Scalar, end: Scalar, num_fields: Scalar) -> Scalar:
+    """Return the kind of an event of so many fields, whose name begins here; -1: none that is plain."""
+    if data[at] == 0xAB and num_fields >= 5 and _is_text(data, at, end, _STORED_LOW, _STORED_HIGH):
+        return STORE
+    if data[at] == 0xAC and num_fields >= 2 and _is_text(data, at, end, _REMOVED_LOW, _REMOVED_HIGH):
+        return REMOVE
+    return CLEAR if data[at] == 0xB0 and _is_text(data, at, end, _CLEARED_LOW, _CLEARED_HIGH) else -1
+
+
+@compiled()
+def _medium(kind: Scalar) -> Scalar:
+    """Return which field is the medium; 0: it has none."""
+    return 6 if kind == STORE else 2 if kind == REMOVE else 0
+
+
+@compiled()
+def _is_plain(kind: Scalar, field: Scalar, tag: Scalar) -> Scalar:
+    """Whether a field of this kind of event may begin with the tag of a nil, a number or a text."""
+    is_text = 0xA0 <= tag < 0xC0
+    if field == _medium(kind):
+        return tag == _NIL or is_text
+    if kind != STORE:
+        return True
+    if field == 4:
+        return tag != _NIL and not is_text
+    return not is_text or (field != 2 and field != 5)
+
+
+@compiled()
 def _event_end(
     data: Bytes, at: Scalar, end: Scalar, changes: Counts, number: Scalar, hashes: Words, num_hashes: Scalar
 ) -> tuple[Scalar, Scalar]:
-    """Write the event that begins here as changes[number]; return where it ends, or 0, and the number of hashes."""
+    """Write the event that begins here as changes[number]; return where it ends, or 0, and the number of hashes.
+
+    One function: each branch is a field's own rule, and the place in the message passes through all of them.
+    """
     size = _array_size(data, at, end)
     if size == 0:
         return 0, num_hashes
@@ -184,15 +216,10 @@ def _event_end(
     at += size
     if num_fields == 0 or at >= end or not 0xA8 <= data[at] < 0xC0:
         return 0, num_hashes
-    first, kind, medium = num_hashes, -1, num_fields
-    if data[at] == 0xAB and num_fields >= 5 and _is_text(data, at, end, _STORED_LOW, _STORED_HIGH):
-        kind, medium = STORE, 6
-    elif data[at] == 0xAC and num_fields >= 2 and _is_text(data, at, end, _REMOVED_LOW, _REMOVED_HIGH):
-        kind, medium = REMOVE, 2
-    elif data[at] == 0xB0 and _is_text(data, at, end, _CLEARED_LOW, _CLEARED_HIGH):
-        kind = CLEAR
-    else:
+    first, kind = num_hashes, _kind(data, at, end, num_fields)
+    if kind < 0:
         return 0, num_hashes
+    medium = _medium(kind)
     at += np.int64(data[at]) - 0x9F
     tier = 0
     for field in range(1, num_fields):
@@ -202,13 +229,9 @@ def _event_end(
             at = _tokens_end(data, at, end)
         else:
             size = _plain_size(data, at, end)
-            if size == 0 or (kind == STORE and field == 4 and (data[at] == _NIL or _is_string(data[at]))):
-                return 0, num_hashes
-            if kind == STORE and (field == 2 or field == 5) and _is_string(data[at]):
+            if size == 0 or not _is_plain(kind, field, data[at]):
                 return 0, num_hashes
             if field == medium:
-                if data[at] != _NIL and not _is_string(data[at]):
-                    return 0, num_hashes
                 tier = _tier(data, at, size)
                 if tier < 0:
                     return 0, num_hashes
@@ -220,18 +243,13 @@ def _event_end(
     return at, num_hashes
 
 
-@compiled()
-def _is_string(tag: Scalar) -> Scalar:
-    return 0xA0 <= tag < 0xC0
-
-
 @compiled("void(Array(uint8, 1, 'C', readonly=True), int64[::1], int64[:,::1], uint64[::1], int64[:,::1], uint64[::1])")
 def read_batches(data: Bytes, ends: Counts, batches: Counts, times: Words, changes: Counts, hashes: Words) -> None:
     """Read the messages data[:ends[0]], data[ends[0]:ends[1]], ...
 
     Written are, a message: batches [messages, 4], of which IS_READ is 0 for those that are left to others, and the bits
     of its time; an event: changes [events, 4]; a block: its hash. These have room for len(data) / MIN_EVENT_BYTES
-    events and len(data) blocks.
+    events and len(data) blocks. One function: every message that can't be read is left at its own place.
     """
     begin, num_changes, num_hashes = 0, 0, 0
     for number in range(ends.shape[0]):

@@ -127,7 +127,8 @@ def store(
 ) -> Scalar:
     """Add a membership of hashes[start:end]; return how far it came: less than all where `lacks_room`.
 
-    What takes no record is done here, without a call that gets arrays: those count references, which takes longer.
+    What takes no record is done in this one function, without a call that gets arrays: those count references, which
+    takes longer.
     """
     secret, capacity = records[0, 0], table.shape[0]
     limit = np.int64(MAX_LOAD * capacity)
