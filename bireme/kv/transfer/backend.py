@@ -6,6 +6,7 @@ ends of one transfer; both lay chunks out as chunks.plan_chunks says. `store` an
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Generator
 from typing import Protocol
 
@@ -30,84 +31,88 @@ class PeerAddress(Protocol):
 class RowOutlet(Protocol):
     """The exporter's end."""
 
-    @property
-    def name(self) -> str:
-        """What the importer must know to find it."""
-
-    @property
-    def has_loose_writes(self) -> bool:
-        """Whether a chunk was given up that may arrive all the same."""
+    name: str = ""  # what the importer must know to find it
+    has_loose_writes: bool = False  # a chunk was given up that may arrive all the same
 
     def show(self, rows: TokenRows) -> RowSource | None:
         """Return where the rows lie if the importer copies them itself; they are then kept for it. None: `store`."""
+        return None
 
+    @abstractmethod
     def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
         """Send a chunk; it is there when the generator ends. Closing it before gives the chunk up."""
 
     def close(self) -> None:
         """No chunk will follow. The importer may still be reading."""
+        return
 
     def discard(self, is_read: bool) -> None:
         """The transfer has ended. `is_read`: the importer has said that it reads no more."""
+        return
 
 
 class Inlet(Protocol):
     """The importer's end."""
 
-    @property
-    def target(self) -> WriteTarget | None:
-        """Memory that the exporter writes to; None: the exporter makes the place."""
-
-    @property
-    def maps_memory(self) -> bool:
-        """Whether it can copy rows out of the exporter's memory."""
+    target: WriteTarget | None = None  # memory that the exporter writes to; None: the exporter makes the place
+    maps_memory: bool = False  # it can copy rows out of the exporter's memory
 
     def attach(self, offer: Offer) -> None:
         """Find the outlet. Raises FileNotFoundError when it is gone, BiremeError when it can't be the right one."""
+        return
 
+    @abstractmethod
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
         """Copy a chunk that is there to its rows; or start to."""
 
     def wait(self) -> None:
         """Wait until what `load` has started has ended."""
+        return
 
+    @abstractmethod
     def close(self) -> None:
         """The exporter has finished with it, or its writes can't arrive any more."""
 
 
 class Backend(Protocol):
-    @property
-    def name(self) -> str:
-        """Both sides of a transfer must have the same."""
+    name: str  # both sides of a transfer must have the same
+    reaches_other_hosts: bool = False
 
-    @property
-    def reaches_other_hosts(self) -> bool: ...
-
+    @abstractmethod
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
         """`memory`: where most rows will lie; `limit_bytes`: of rows on their way. Raises ConfigError."""
 
     def is_shown(self, claim: Claim) -> bool:
         """Whether the importer copies the rows itself: `show` of its outlet says where they lie."""
+        return False
 
     def can_map(self, rows: TokenRows) -> bool:
         """Whether these rows lie in memory that the other side maps, or rows of its are copied to when it is mapped."""
+        return False
 
     def chunk_bytes(self, claim: Claim, usual: int) -> int:
         """Return how many bytes of the rows go at a time."""
+        return usual
 
+    @abstractmethod
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> RowOutlet:
         """Raises ResourceExhaustedError when there is no room now, UnavailableError when there is no way."""
 
+    @abstractmethod
     def open_inlet(self, plan: TransferPlan, peer: PeerAddress) -> Inlet | None:
         """Return None when there is no room now."""
 
     def forget_peer(self, endpoint: str) -> None:
         """An exporter is gone. Runs on the copier."""
+        return
 
     def forget_writers(self) -> None:
-        """See to it that no write under way can arrive; for peers that fell silent. Ends transfers under way."""
+        """Keep writes under way from arriving; for peers that fell silent. Ends transfers under way."""
+        return
 
     def tidy(self) -> None:
         """Give back what has not been needed for long. Called now and then."""
+        return
 
+    @abstractmethod
     def close(self) -> None: ...

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
-from bireme.kv.transfer.backend import Inlet, PeerAddress, RowOutlet
+from bireme.kv.transfer.backend import Backend, Inlet, PeerAddress, RowOutlet
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.chunks import GPU_FACTOR, Chunk, TransferPlan
 from bireme.kv.transfer.memory import MemoryKind, RowMemory, Rows, TokenRows, runs_of
@@ -50,22 +50,17 @@ class MappableMemory(RowMemory, Protocol):
         """Map another process's memory. Raises UnavailableError when this one can't."""
 
 
-class MappedBackend:
-    reaches_other_hosts = False
-
+class MappedBackend(Backend):
     def __init__(self, kind: MemoryKind | None, staged: ShmBackend) -> None:
         """`kind`: of the memory that is mapped; None: of whatever kind it is."""
         self._kind = kind
         self._takes_any = kind is None
+        self.name = "cuda_ipc" if kind is MemoryKind.VRAM else staged.name
         self._staged = staged  # for other memory, for peers that can't map ours, or whose memory we can't
         self.memory: MappableMemory | None = None
         self._shared: SharedMemory | None = None
         self._mapped: dict[str, tuple[SharedMemory, MappedMemory]] = {}  # by the exporter's endpoint
         self._out_of_reach: set[str] = set()
-
-    @property
-    def name(self) -> str:
-        return "cuda_ipc" if self._kind is MemoryKind.VRAM and not self._takes_any else self._staged.name
 
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
         self._staged.start(layout, memory, limit_bytes)
@@ -127,9 +122,6 @@ class MappedBackend:
         if (known := self._mapped.pop(endpoint, None)) is not None:
             known[1].close()
 
-    def forget_writers(self) -> None:
-        """Nobody writes to memory of this process."""
-
     def tidy(self) -> None:
         self._staged.tidy()
 
@@ -160,10 +152,7 @@ def _row_bytes(memory: RowMemory | SharedMemory) -> list[list[int]]:
     return [[region.row_bytes for region in group] for group in memory.regions]
 
 
-class MappedOutlet:
-    name = ""
-    has_loose_writes = False
-
+class MappedOutlet(RowOutlet):
     def __init__(self, memory: MappableMemory, shared: SharedMemory, plan: TransferPlan) -> None:
         self._memory, self._shared, self._plan = memory, shared, plan
 
@@ -190,14 +179,8 @@ class MappedOutlet:
         """Not called: they are there."""
         yield from ()
 
-    def close(self) -> None: ...
 
-    def discard(self, is_read: bool) -> None: ...
-
-
-class MappedInlet:
-    target = None
-
+class MappedInlet(Inlet):
     def __init__(
         self, backend: MappedBackend, plan: TransferPlan, peer: PeerAddress, staged: ShmInlet, maps_memory: bool
     ) -> None:

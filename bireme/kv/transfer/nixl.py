@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
-from bireme.kv.transfer.backend import PeerAddress
+from bireme.kv.transfer.backend import Backend, Inlet, PeerAddress, RowOutlet
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.chunks import Chunk, TransferPlan
 from bireme.kv.transfer.memory import HostMemory, MemoryKind, Pieces, RowMemory, TokenRows
 from bireme.kv.transfer.staging import Staging
-from bireme.kv.transfer.wire import Claim, Offer, WriteTarget
+from bireme.kv.transfer.wire import Claim, WriteTarget
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # one for each CUDA, and one that is for either
 _POLL_S = 0.0002  # between looks at a write under way
@@ -43,7 +43,7 @@ _WITHIN_ONE_HOST = {"UCX_TLS": "^tcp,ib,sysv", "UCX_MM_ERROR_HANDLING": "y"}
 logger = logging.getLogger("bireme.kv.transfer")
 
 
-class NixlBackend:
+class NixlBackend(Backend):
     """Two agents, one a role: the importer's can be replaced without harm to what this process exports."""
 
     name = "nixl"
@@ -80,15 +80,6 @@ class NixlBackend:
     def can_read(self, memory: RowMemory) -> bool:
         return memory is self._registered
 
-    def is_shown(self, claim: Claim) -> bool:
-        return False
-
-    def can_map(self, rows: TokenRows) -> bool:
-        return False
-
-    def chunk_bytes(self, claim: Claim, usual: int) -> int:
-        return usual
-
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> NixlOutlet:
         """Runs on the copier, as all that the exporting agent does."""
         target = claim.target
@@ -120,17 +111,12 @@ class NixlBackend:
         target = WriteTarget(self._importing.name, self._metadata, self._staging.address + room.start, plan.num_bytes)
         return NixlInlet(self._staging, room, target)
 
-    def forget_peer(self, endpoint: str) -> None:
-        """What it may still be writing: `forget_writers`."""
-
     def forget_writers(self) -> None:
         """End the importing agent: its connections close, and no write over them arrives.
 
         The next claim makes another, because an agent made while the network is down names no address of it.
         """
         self._importing = None
-
-    def tidy(self) -> None: ...
 
     def close(self) -> None:
         self._importing = self._exporting = None
@@ -175,13 +161,10 @@ class NixlBackend:
         return agent
 
 
-class NixlOutlet:
-    name = ""
-
+class NixlOutlet(RowOutlet):
     def __init__(self, backend: NixlBackend, agent: Any, target: WriteTarget) -> None:
         self._backend, self._agent, self._target = backend, agent, target
         self._copy: tuple[npt.NDArray[np.uint8], Any] | None = None  # of a chunk, and its registration
-        self.has_loose_writes = False
 
     def show(self, rows: TokenRows) -> None:
         rows.memory.wait(rows.ready)  # UCX knows nothing of the engine's stream
@@ -218,8 +201,6 @@ class NixlOutlet:
             self._backend.unregister(self._copy[1])
             self._copy = None
 
-    def discard(self, is_read: bool) -> None: ...
-
     def _source(self, rows: TokenRows, chunk: Chunk) -> tuple[Pieces, str, int]:
         """Return where a chunk's rows lie for UCX, with the kind and device; a copy where it can't read them."""
         if self._backend.can_read(rows.memory):
@@ -244,21 +225,14 @@ class NixlOutlet:
         return self._agent.get_xfer_descs(table, kind)
 
 
-class NixlInlet:
-    maps_memory = False
-
+class NixlInlet(Inlet):
     def __init__(self, staging: Staging, room: range, target: WriteTarget) -> None:
         self._staging, self._room = staging, room
         self.target = target
 
-    def attach(self, offer: Offer) -> None:
-        """The exporter comes to us."""
-
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
         begin = self._room.start + chunk.begin
         self._staging.load(rows, chunk, begin)
-
-    def wait(self) -> None: ...
 
     def close(self) -> None:
         self._staging.give(self._room)

@@ -10,18 +10,17 @@ from collections.abc import Generator
 from pathlib import Path
 
 from bireme.errors import BiremeError
-from bireme.kv.transfer.backend import PeerAddress
+from bireme.kv.transfer.backend import Backend, Inlet, PeerAddress, RowOutlet
 from bireme.kv.transfer.base import KvLayout
 from bireme.kv.transfer.chunks import Chunk, TransferPlan
 from bireme.kv.transfer.file_pool import FilePool
 from bireme.kv.transfer.memory import RowMemory, TokenRows
 from bireme.kv.transfer.shm_file import SharedFile, file_prefix
-from bireme.kv.transfer.wire import Claim, Offer, WriteTarget
+from bireme.kv.transfer.wire import Claim, Offer
 
 
-class ShmBackend:
+class ShmBackend(Backend):
     name = "shm"
-    reaches_other_hosts = False
 
     def __init__(self, run_dir: Path, worker: str, life: int) -> None:
         self._pool = FilePool(f"{file_prefix(run_dir, worker)}{life}-")
@@ -30,26 +29,11 @@ class ShmBackend:
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
         self._pool.limit_bytes = limit_bytes
 
-    def is_shown(self, claim: Claim) -> bool:
-        return False
-
-    def can_map(self, rows: TokenRows) -> bool:
-        return False
-
-    def chunk_bytes(self, claim: Claim, usual: int) -> int:
-        return usual
-
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> ShmOutlet:
         return ShmOutlet(self._pool, self._pool.take(plan.num_bytes))
 
     def open_inlet(self, plan: TransferPlan, peer: PeerAddress) -> ShmInlet:
         return ShmInlet(self._opened, peer.file_prefix)
-
-    def forget_peer(self, endpoint: str) -> None:
-        """Its supervisor sweeps its files."""
-
-    def forget_writers(self) -> None:
-        """Nobody writes to memory of this process."""
 
     def tidy(self) -> None:
         self._pool.tidy()
@@ -60,18 +44,10 @@ class ShmBackend:
         self._opened.close()
 
 
-class ShmOutlet:
-    has_loose_writes = False
-
+class ShmOutlet(RowOutlet):
     def __init__(self, pool: FilePool, file: SharedFile) -> None:
-        self._pool, self._file = pool, file
+        self._pool, self._file, self.name = pool, file, file.name
         self._is_closed = False
-
-    @property
-    def name(self) -> str:
-        return self._file.name
-
-    def show(self, rows: TokenRows) -> None: ...
 
     def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
         self._file.store(rows, chunk)
@@ -87,10 +63,7 @@ class ShmOutlet:
             self._file.unlink()
 
 
-class ShmInlet:
-    target: WriteTarget | None = None
-    maps_memory = False
-
+class ShmInlet(Inlet):
     def __init__(self, opened: OpenedFiles, prefix: str) -> None:
         self._opened, self._prefix = opened, prefix
         self._file: SharedFile | None = None
@@ -103,8 +76,6 @@ class ShmInlet:
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
         assert self._file is not None
         self._file.load(rows, chunk)
-
-    def wait(self) -> None: ...
 
     def close(self) -> None:
         if self._file is not None:
