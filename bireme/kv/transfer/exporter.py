@@ -90,38 +90,27 @@ class Outgoing:
         return self.stage is LeaseStage.COPIED and self.source is None
 
 
+@dataclass(kw_only=True, eq=False)
 class Exporter:
-    def __init__(
-        self,
-        *,
-        layout: KvLayout,
-        life: int,
-        backend: Backend,
-        table: LeaseTable,
-        buffer: TransferBuffer[Outgoing],
-        copier: Copier,
-        reply: Callable[[bytes, bytes], bool],  # identity, message; False: the importer is not connected
-        post: Callable[[Callable[[], None]], object],  # run on the control thread
-        metrics: Registry,
-        chunk_bytes: int,
-    ) -> None:
-        self._layout = layout
-        self._life = life
-        self._table = table
-        self._buffer = buffer
-        self._copier = copier
-        self._reply = reply
-        self._post = post
-        self._metrics = metrics
-        self._chunk_bytes = chunk_bytes
-        self._backend = backend
+    layout: KvLayout
+    life: int
+    backend: Backend
+    table: LeaseTable
+    buffer: TransferBuffer[Outgoing]
+    copier: Copier
+    reply: Callable[[bytes, bytes], bool]  # identity, message; False: the importer is not connected
+    post: Callable[[Callable[[], None]], object]  # run on the control thread
+    metrics: Registry
+    chunk_bytes: int
+
+    def __post_init__(self) -> None:
         self._host = host_id()
         self._outgoing: dict[int, Outgoing] = {}  # by lease id
         self._num_ended = 0
 
     @property
     def is_idle(self) -> bool:
-        return not self._outgoing and not self._table
+        return not self._outgoing and not self.table
 
     def on_message(self, identity: bytes, payload: bytes) -> None:
         try:
@@ -140,7 +129,7 @@ class Exporter:
 
     def tick(self) -> None:
         """Expire leases; end the transfers whose lease or importer is gone."""
-        for expired in self._table.expire():
+        for expired in self.table.expire():
             self._on_expired(expired.lease, expired.was)
         for transfer in list(self._outgoing.values()):
             if transfer.is_over:
@@ -151,13 +140,13 @@ class Exporter:
                 self._lose(transfer)
 
     def publish(self) -> None:
-        for state, count in self._table.counts().items():
-            self._metrics.set("bireme_kv_leases", count, state.value)
-        self._metrics.set("bireme_kv_transfer_buffer_bytes", self._buffer.used_bytes)
+        for state, count in self.table.counts().items():
+            self.metrics.set("bireme_kv_leases", count, state.value)
+        self.metrics.set("bireme_kv_transfer_buffer_bytes", self.buffer.used_bytes)
 
     def close(self) -> None:
         """Refuse what waits and stop the copies; files are removed when the copier has ended."""
-        self._table.close()
+        self.table.close()
         for transfer in list(self._outgoing.values()):
             self._end(transfer, None if transfer.is_out else UnavailableError("the prefill engine is stopping"))
 
@@ -170,7 +159,7 @@ class Exporter:
         for transfer in self._outgoing.values():
             if transfer.identity == identity:
                 transfer.importer.heard()
-        self._reply(identity, wire.encode(wire.PeerPong()))
+        self.reply(identity, wire.encode(wire.PeerPong()))
 
     def _on_claim(self, identity: bytes, claim: wire.Claim) -> None:
         try:
@@ -179,9 +168,9 @@ class Exporter:
             self._refuse(identity, claim.number, error)
             return
         rows = lease.rows
-        if claim.maps_memory and rows is not None and not self._backend.can_map(rows):
+        if claim.maps_memory and rows is not None and not self.backend.can_map(rows):
             claim = msgspec.structs.replace(claim, maps_memory=False)
-        chunk_bytes = self._backend.chunk_bytes(claim, self._chunk_bytes)
+        chunk_bytes = self.backend.chunk_bytes(claim, self.chunk_bytes)
         try:
             plan = self._plan(claim, lease, chunk_bytes)
         except BiremeError as error:
@@ -193,7 +182,7 @@ class Exporter:
         transfer = Outgoing(identity, claim, lease, plan, chunk_bytes, importer)
         self._outgoing[lease.lease_id] = transfer
         if plan.num_bytes:
-            self._buffer.enqueue(transfer, plan.num_bytes)
+            self.buffer.enqueue(transfer, plan.num_bytes)
             self._admit()
         else:
             transfer.stage = LeaseStage.COPIED
@@ -205,23 +194,23 @@ class Exporter:
                 f"KV transfer protocol: decode speaks version {claim.version}, prefill {wire.VERSION};"
                 " run the same bireme on both"
             )
-        if claim.life != self._life:
+        if claim.life != self.life:
             raise NotFoundError(
-                f"the KV lease belongs to life {claim.life} of the prefill engine; this is {self._life}: prefill again"
+                f"the KV lease belongs to life {claim.life} of the prefill engine; this is {self.life}: prefill again"
             )
-        return self._table.claim(claim.lease_id, claim.generation)
+        return self.table.claim(claim.lease_id, claim.generation)
 
     def _plan(self, claim: wire.Claim, lease: TableLease, chunk_bytes: int) -> TransferPlan:
-        if claim.backend != self._backend.name:
+        if claim.backend != self.backend.name:
             raise RequestError(
-                f"cache_transceiver_config.backend: decode has {claim.backend} and prefill {self._backend.name};"
+                f"cache_transceiver_config.backend: decode has {claim.backend} and prefill {self.backend.name};"
                 " give both the same"
             )
-        check_layouts(self._layout, claim.layout)
+        check_layouts(self.layout, claim.layout)
         if claim.num_tokens != lease.num_tokens:
             raise RequestError(f"num_tokens: {claim.num_tokens} claimed; the lease holds {lease.num_tokens}")
-        plan = plan_chunks(self._layout, claim.firsts, lease.num_tokens, chunk_bytes)
-        self._buffer.check(plan)
+        plan = plan_chunks(self.layout, claim.firsts, lease.num_tokens, chunk_bytes)
+        self.buffer.check(plan)
         return plan
 
     def _on_ack(self, identity: bytes, ack: wire.Ack) -> None:
@@ -229,22 +218,22 @@ class Exporter:
         if transfer is None or transfer.stage is not LeaseStage.COPIED:
             logger.info("transfer event=late_ack")
             if ack.number:  # what it has read may be another request's
-                self._refuse(identity, ack.number, self._table.gone(ack.lease_id, ack.generation))
+                self._refuse(identity, ack.number, self.table.gone(ack.lease_id, ack.generation))
             return
         transfer.is_read = transfer.identity == identity
         is_kept = transfer.lease.ack()
         if is_kept:
             if not transfer.lease.is_canary:
-                self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - transfer.began_at, "export")
+                self.metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - transfer.began_at, "export")
             if ack.number:
-                self._reply(identity, wire.encode(wire.Kept(ack.number)))
+                self.reply(identity, wire.encode(wire.Kept(ack.number)))
         self._end(transfer, None if is_kept or not ack.number else _aborted())
 
     def _on_cancel(self, identity: bytes, cancel: wire.Cancel) -> None:
         transfer = self._find(cancel.lease_id, cancel.generation)
         if transfer is not None and (transfer.identity, transfer.number) != (identity, cancel.number):
             return  # a replay; the first claim goes on
-        lease = self._table.find(cancel.lease_id, cancel.generation)
+        lease = self.table.find(cancel.lease_id, cancel.generation)
         if lease is not None:
             lease.abort()
         if transfer is not None:
@@ -253,11 +242,11 @@ class Exporter:
 
     def _on_expired(self, lease: TableLease, was: LeaseState) -> None:
         if was is LeaseState.EXPORTED:
-            self._metrics.add("bireme_kv_leases_expired_total")
+            self.metrics.add("bireme_kv_leases_expired_total")
         transfer = self._outgoing.get(lease.lease_id)
         if transfer is None:
             return
-        self._metrics.add("bireme_kv_transfer_failures_total", 1, "timeout")
+        self.metrics.add("bireme_kv_transfer_failures_total", 1, "timeout")
         late = DeadlineExceededError(
             "the KV rows were not copied in time; raise cache_transceiver_config.kv_transfer_timeout_ms"
             if transfer.source is not None
@@ -268,7 +257,7 @@ class Exporter:
 
     def _lose(self, transfer: Outgoing) -> None:
         logger.warning("transfer event=importer_lost pid=%d stage=%s", transfer.importer.pid, transfer.stage.value)
-        self._metrics.add("bireme_kv_transfer_failures_total", 1, "importer_lost")
+        self.metrics.add("bireme_kv_transfer_failures_total", 1, "importer_lost")
         transfer.lease.abort()
         self._end(transfer)
 
@@ -277,14 +266,14 @@ class Exporter:
         return transfer if transfer is not None and transfer.lease.generation == generation else None
 
     def _admit(self) -> None:
-        while (transfer := self._buffer.admit()) is not None:
+        while (transfer := self.buffer.admit()) is not None:
             transfer.stage = LeaseStage.COPYING
             transfer.num_ended_before = self._num_ended
-            if self._backend.is_shown(transfer.claim):  # nothing is copied here, and a change of threads costs time
+            if self.backend.is_shown(transfer.claim):  # nothing is copied here, and a change of threads costs time
                 for _ in self._copy(transfer):
                     pass
             else:
-                self._copier.submit(self._copy(transfer))
+                self.copier.submit(self._copy(transfer))
 
     def _copy(self, transfer: Outgoing) -> Iterator[None]:
         """Make the outlet, send chunk by chunk, tell the control thread; on the copier if there is anything to copy."""
@@ -292,7 +281,7 @@ class Exporter:
         try:
             if transfer.is_over:
                 return
-            transfer.outlet = self._backend.open_outlet(transfer.plan, transfer.claim)
+            transfer.outlet = self.backend.open_outlet(transfer.plan, transfer.claim)
             yield from self._send(transfer, transfer.outlet)
         except BiremeError as failure:
             error = failure
@@ -300,7 +289,7 @@ class Exporter:
             logger.exception("transfer event=read_failed")
             error = BiremeError(f"KV rows could not be read: {type(failure).__name__}: {failure}")
         finally:
-            self._post(partial(self._on_copied, transfer, error))
+            self.post(partial(self._on_copied, transfer, error))
 
     def _send(self, transfer: Outgoing, outlet: RowOutlet) -> Iterator[None]:
         lease = transfer.lease
@@ -309,12 +298,12 @@ class Exporter:
             if rows is None:
                 raise _aborted()
             transfer.source = outlet.show(rows)
-            self._post(partial(self._offer, transfer))
+            self.post(partial(self._offer, transfer))
             chunks = transfer.plan.chunks if transfer.source is None else ()
             for count, chunk in enumerate(chunks, start=1):
                 yield from _store(lease, outlet, rows, chunk)
                 if count < len(chunks):  # the last is told when nothing is left to do here
-                    self._post(partial(self._tell, transfer, count))
+                    self.post(partial(self._tell, transfer, count))
                     yield
         finally:
             if transfer.source is None:
@@ -323,7 +312,7 @@ class Exporter:
 
     def _tell(self, transfer: Outgoing, num_chunks: int) -> None:
         if not transfer.is_over:
-            self._reply(transfer.identity, wire.encode(wire.Progress(transfer.number, num_chunks)))
+            self.reply(transfer.identity, wire.encode(wire.Progress(transfer.number, num_chunks)))
 
     def _on_copied(self, transfer: Outgoing, error: BiremeError | None) -> None:
         is_over = transfer.is_over
@@ -332,25 +321,25 @@ class Exporter:
             self._end(transfer)
         elif error is None:
             if not transfer.lease.is_canary:
-                self._metrics.add("bireme_kv_transfer_bytes_total", transfer.plan.num_bytes, "export")
+                self.metrics.add("bireme_kv_transfer_bytes_total", transfer.plan.num_bytes, "export")
             transfer.lease.restart_timer()
             self._tell(transfer, len(transfer.plan.chunks))
         elif isinstance(error, ResourceExhaustedError) and self._may_find_room(transfer):
             self._wait_again(transfer)
         else:
             if transfer.lease.state is LeaseState.CLAIMED:  # otherwise prefill itself aborted it
-                self._metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
+                self.metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
             transfer.lease.abort()
             self._end(transfer, error)
 
     def _may_find_room(self, transfer: Outgoing) -> bool:
         """Whether the missing room is, or was, held by other transfers: /dev/shm is smaller than the buffer."""
-        return self._buffer.used_bytes > transfer.plan.num_bytes or self._num_ended > transfer.num_ended_before
+        return self.buffer.used_bytes > transfer.plan.num_bytes or self._num_ended > transfer.num_ended_before
 
     def _wait_again(self, transfer: Outgoing) -> None:
         transfer.stage = LeaseStage.WAITING
-        self._buffer.put_back(transfer, transfer.plan.num_bytes)
-        if not self._buffer.used_bytes:
+        self.buffer.put_back(transfer, transfer.plan.num_bytes)
+        if not self.buffer.used_bytes:
             self._admit()
 
     def _offer(self, transfer: Outgoing) -> None:
@@ -358,12 +347,12 @@ class Exporter:
             return
         name = transfer.outlet.name if transfer.outlet else ""
         offer = wire.Offer(transfer.number, name, transfer.plan.num_bytes, transfer.chunk_bytes, transfer.source)
-        if not self._reply(transfer.identity, wire.encode(offer)):
+        if not self.reply(transfer.identity, wire.encode(offer)):
             self._lose(transfer)
 
     def _refuse(self, identity: bytes, number: int, error: BiremeError, has_loose_writes: bool = False) -> None:
         logger.info("transfer event=refused error=%s", error)
-        self._reply(identity, wire.encode(wire.Refuse(number, to_message(error), has_loose_writes)))
+        self.reply(identity, wire.encode(wire.Refuse(number, to_message(error), has_loose_writes)))
 
     def _end(self, transfer: Outgoing, refusal: BiremeError | None = None) -> None:
         """Free room and outlet and refuse the claim, now or when the copier reaches the next chunk."""
@@ -375,9 +364,9 @@ class Exporter:
         self._num_ended += 1
         del self._outgoing[transfer.lease.lease_id]
         if was is LeaseStage.WAITING:
-            self._buffer.withdraw(transfer)
+            self.buffer.withdraw(transfer)
         else:
-            self._buffer.free(transfer.plan.num_bytes)
+            self.buffer.free(transfer.plan.num_bytes)
         if transfer.outlet:
             transfer.outlet.discard(transfer.is_read)
         if transfer.source is not None:  # what the importer reads from now on counts for nothing

@@ -164,30 +164,20 @@ class RowFetch:
             done(error and fetch_failure(error))
 
 
+@dataclass(kw_only=True, eq=False)
 class Importer:
-    def __init__(
-        self,
-        *,
-        layout: KvLayout,
-        find: Find,
-        timeout_s: float,
-        backend: Backend,
-        copier: Copier,
-        connect: Callable[[str], Any],  # endpoint -> DEALER, which the control loop reads
-        disconnect: Callable[[Any], None],
-        post: Callable[[Callable[[], None]], object],
-        metrics: Registry,
-    ) -> None:
-        self._layout = layout
-        self._find = find
+    layout: KvLayout
+    find: Find
+    timeout_s: float
+    backend: Backend
+    copier: Copier
+    connect: Callable[[str], Any]  # endpoint -> DEALER, which the control loop reads
+    disconnect: Callable[[Any], None]
+    post: Callable[[Callable[[], None]], object]
+    metrics: Registry
+
+    def __post_init__(self) -> None:
         self._host = host_id()
-        self._timeout_s = timeout_s
-        self._backend = backend
-        self._copier = copier
-        self._connect = connect
-        self._disconnect = disconnect
-        self._post = post
-        self._metrics = metrics
         self._peers: dict[str, Peer] = {}
         self._fetches: dict[int, RowFetch] = {}
         self._waiting: deque[RowFetch] = deque()  # for room
@@ -206,7 +196,7 @@ class Importer:
         self._fetches[fetch.number] = fetch
         try:
             fetch.peer = self._find_peer(fetch.params)
-            fetch.plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens)
+            fetch.plan = plan_chunks(self.layout, fetch.firsts, fetch.params.num_tokens)
             if fetch.stopped is not None:
                 raise fetch.stopped
         except (BiremeError, zmq.ZMQError) as error:  # no descriptor, or no socket, is left
@@ -245,7 +235,7 @@ class Importer:
             case wire.Progress():
                 self._on_progress(fetch, message)
             case wire.Kept() if fetch.state is FetchState.CONFIRMING:
-                self._copier.call(partial(fetch.finish, None))
+                self.copier.call(partial(fetch.finish, None))
                 self._complete(fetch)
             case wire.Refuse():
                 self._on_refused(fetch, message)
@@ -265,8 +255,8 @@ class Importer:
             if (error := self._lapse(fetch, fetch.peer in dead, now)) is not None:
                 self._stop(fetch, error)
         for peer in dead:
-            self._disconnect(self._peers.pop(peer.endpoint).socket)
-            self._copier.call(partial(self._backend.forget_peer, peer.endpoint))
+            self.disconnect(self._peers.pop(peer.endpoint).socket)
+            self.copier.call(partial(self.backend.forget_peer, peer.endpoint))
         self._settle_doubts()
 
     def _lapse(self, fetch: RowFetch, is_orphaned: bool, now: float) -> BiremeError | None:
@@ -275,7 +265,7 @@ class Importer:
             return None
         if is_orphaned or (fetch.state is FetchState.GONE and now - fetch.since > GONE_S):
             return _exporter_lost(fetch)
-        return _too_late(fetch, self._timeout_s) if now - fetch.began_at > self._timeout_s else None
+        return _too_late(fetch, self.timeout_s) if now - fetch.began_at > self.timeout_s else None
 
     def close(self) -> None:
         """Fail what is claimed; what is being written ends at its next chunk."""
@@ -292,7 +282,7 @@ class Importer:
             fetch = self._waiting[0]
             assert fetch.plan is not None and fetch.peer is not None
             try:
-                fetch.inlet = self._backend.open_inlet(fetch.plan, fetch.peer)
+                fetch.inlet = self.backend.open_inlet(fetch.plan, fetch.peer)
             except BiremeError as error:
                 self._fail(fetch, error)
                 continue
@@ -311,19 +301,19 @@ class Importer:
             generation=params.generation,
             life=params.life,
             num_tokens=params.num_tokens,
-            layout=self._layout,
+            layout=self.layout,
             firsts=fetch.firsts,
             pid=os.getpid(),
             host=self._host,
-            backend=self._backend.name,
+            backend=self.backend.name,
             target=fetch.inlet.target if fetch.inlet is not None else None,
-            maps_memory=fetch.inlet is not None and fetch.inlet.maps_memory and self._backend.can_map(fetch.rows),
+            maps_memory=fetch.inlet is not None and fetch.inlet.maps_memory and self.backend.can_map(fetch.rows),
         )
 
     def _record(self, params: DisaggregatedParams) -> WorkerRecord:
         """Return the record of the life that has the lease. Raises UnavailableError, NotFoundError."""
         try:
-            record = self._find(params.worker)
+            record = self.find(params.worker)
         except NotFoundError as error:
             raise UnavailableError(f"prefill worker {params.worker} is not running; prefill again") from error
         if record.life < params.life:
@@ -342,7 +332,7 @@ class Importer:
     def _find_peer(self, params: DisaggregatedParams) -> Peer:
         record = self._record(params)
         is_near = not record.host or record.host == self._host
-        if not is_near and not (self._backend.reaches_other_hosts and record.transfer_endpoint.startswith("tcp://")):
+        if not is_near and not (self.backend.reaches_other_hosts and record.transfer_endpoint.startswith("tcp://")):
             raise UnavailableError(
                 f"prefill worker {params.worker} is on another host, or in a container of its own: shared memory does"
                 " not reach it; set cache_transceiver_config.backend: NIXL on both, or serve both on one host"
@@ -354,7 +344,7 @@ class Importer:
                 raise UnavailableError(f"prefill worker {params.worker} has died; prefill again")
             folder = Path(record.transfer_endpoint.removeprefix("ipc://")).parent  # another launch's has another name
             prefix = file_prefix(folder, record.worker)
-            peer = Peer(record.transfer_endpoint, process, self._connect(record.transfer_endpoint), prefix)
+            peer = Peer(record.transfer_endpoint, process, self.connect(record.transfer_endpoint), prefix)
             self._peers[peer.endpoint] = peer
         elif peer not in self._busy_peers():
             peer.process.heard()  # nobody has asked it since
@@ -365,7 +355,7 @@ class Importer:
             return
         fetch.offer = offer
         fetch.move(FetchState.OFFERED)
-        fetch.plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens, offer.chunk_bytes)
+        fetch.plan = plan_chunks(self.layout, fetch.firsts, fetch.params.num_tokens, offer.chunk_bytes)
         if fetch.plan.num_bytes != offer.num_bytes:
             text = f"KV transfer: {offer.num_bytes} bytes offered; {fetch.plan.num_bytes} were claimed"
             self._fail(fetch, BiremeError(text))
@@ -387,7 +377,7 @@ class Importer:
         fetch.peer = None  # nothing to tell it any more
         self._stop(fetch, error)
         if isinstance(error, UnavailableError) and not any(one.inlet for one in self._fetches.values()):
-            self._backend.forget_writers()  # it may have an address of ours that is none, or was read wrongly
+            self.backend.forget_writers()  # it may have an address of ours that is none, or was read wrongly
 
     def _on_late_message(self, peer: Peer, message: wire.Offer | wire.Progress | wire.Kept | wire.Refuse) -> None:
         """A fetch that ended here: has the exporter finished with it too?"""
@@ -395,7 +385,7 @@ class Importer:
         if fetch is None or fetch.peer is not peer:
             return
         if isinstance(message, wire.Offer):
-            fetch.plan = plan_chunks(self._layout, fetch.firsts, fetch.params.num_tokens, message.chunk_bytes)
+            fetch.plan = plan_chunks(self.layout, fetch.firsts, fetch.params.num_tokens, message.chunk_bytes)
         is_last = isinstance(message, wire.Progress) and fetch.plan and message.num_chunks == len(fetch.plan.chunks)
         if isinstance(message, wire.Refuse) and message.has_loose_writes:
             fetch.peer = None
@@ -413,7 +403,7 @@ class Importer:
     def _fail(self, fetch: RowFetch, error: BiremeError) -> None:
         self._remove(fetch)
         self._count(error)
-        self._copier.call(partial(fetch.finish, error))
+        self.copier.call(partial(fetch.finish, error))
 
     def _remove(self, fetch: RowFetch) -> None:
         """Forget a fetch that has failed; tell its exporter, unless that one said so itself or is gone."""
@@ -442,7 +432,7 @@ class Importer:
         Cutting them off would end the transfers under way. Those end soon if room is short: who waits for it lets
         nobody pass.
         """
-        long_ago = time.monotonic() - 2 * self._timeout_s  # what a peer said is lost where its connection was cut
+        long_ago = time.monotonic() - 2 * self.timeout_s  # what a peer said is lost where its connection was cut
         orphans = [
             fetch
             for fetch in self._in_doubt.values()
@@ -451,14 +441,14 @@ class Importer:
         if not orphans or any(fetch.inlet is not None for fetch in self._fetches.values()):
             return
         logger.warning("transfer event=writers_cut_off transfers=%d", len(orphans))
-        self._backend.forget_writers()
+        self.backend.forget_writers()
         for fetch in orphans:
             del self._in_doubt[fetch.number]
             self._close_inlet(fetch)
 
     def _load(self, fetch: RowFetch) -> None:
         fetch.move(FetchState.LOADING)
-        self._copier.submit(self._load_ready(fetch))
+        self.copier.submit(self._load_ready(fetch))
 
     def _load_ready(self, fetch: RowFetch) -> Iterator[None]:
         """Runs on the copier: take the chunks that are there."""
@@ -471,7 +461,7 @@ class Importer:
         except Exception as failure:
             logger.exception("transfer event=write_failed")
             error = BiremeError(f"KV rows could not be written: {type(failure).__name__}: {failure}")
-        self._post(partial(self._on_loaded, fetch, state, error))
+        self.post(partial(self._on_loaded, fetch, state, error))
         if state is FetchState.ENDED:
             fetch.finish(error)
 
@@ -523,13 +513,13 @@ class Importer:
         assert fetch.plan is not None
         del self._fetches[fetch.number]
         if not fetch.params.is_canary:
-            self._metrics.add("bireme_kv_transfer_bytes_total", fetch.plan.num_bytes, "import")
-            self._metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - fetch.began_at, "import")
+            self.metrics.add("bireme_kv_transfer_bytes_total", fetch.plan.num_bytes, "import")
+            self.metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - fetch.began_at, "import")
         self._close_inlet(fetch)
 
     def _count(self, error: BiremeError) -> None:
         if not isinstance(error, RequestCancelledError):
-            self._metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
+            self.metrics.add("bireme_kv_transfer_failures_total", 1, error.code.lower())
 
 
 def _exporter_lost(fetch: RowFetch) -> UnavailableError:

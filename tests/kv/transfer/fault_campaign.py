@@ -455,7 +455,7 @@ class Campaign:
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not files_of(self._folder, side.worker), 10)
         self.tally.leaks += [f"{side.worker}: file {name}" for name in files_of(self._folder, side.worker)]
-        if used := side.transfer._exporter._buffer.used_bytes:
+        if used := side.transfer._exporter.buffer.used_bytes:
             self.tally.leaks.append(f"{side.worker}: {used} bytes of the buffer")
         if used := side.room_in_use():
             self.tally.leaks.append(f"{side.worker}: {used} bytes of room")

@@ -386,7 +386,7 @@ def test_room_comes_back_when_the_exporter_never_says_that_it_has_ended(prefill,
     with monkeypatch.context() as patch:
         patch.setattr(backend, "forget_writers", cut_off)
         patch.setattr(importer, "on_message", lambda *_: None)
-        patch.setattr(importer, "_timeout_s", 0.3)
+        patch.setattr(importer, "timeout_s", 0.3)
         assert isinstance(decode.fetch(prefill.export(100)).result(), KvTransferError)
         wait_until(lambda: prefill.num_released == 1)
         assert not decode.room_in_use() and cut_off.called
@@ -430,7 +430,7 @@ def test_the_file_of_an_aborted_lease_is_removed(prefill, decode, tmp_path):
 
 def test_the_buffer_never_holds_more_than_its_limit(make_side):
     prefill, decode = make_side("prefill", max_tokens=50), make_side("decode")
-    peak, buffer = 0, prefill.transfer._exporter._buffer
+    peak, buffer = 0, prefill.transfer._exporter.buffer
     fetchings = [decode.fetch(prefill.export(20), write_delay_s=0.002) for _ in range(20)]
     while not all(fetching.ended.is_set() for fetching in fetchings):
         peak = max(peak, buffer.used_bytes)
@@ -550,7 +550,7 @@ def test_another_protocol_version_is_refused_by_number(prefill, decode, monkeypa
 def claim_of_version_99(importer, fetch):
     params = fetch.params
     ids = (params.lease_id, params.generation, params.life, params.num_tokens)
-    return ("claim", 99, fetch.number, *ids, importer._layout, fetch.firsts, os.getpid(), "a later field")
+    return ("claim", 99, fetch.number, *ids, importer.layout, fetch.firsts, os.getpid(), "a later field")
 
 
 def test_files_and_socket_are_for_their_owner_only(prefill, decode, tmp_path):

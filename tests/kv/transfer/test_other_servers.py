@@ -113,7 +113,7 @@ def test_a_control_socket_of_this_host_alone_has_no_other_address(make_side):
 
 def test_an_exporter_that_cannot_be_reached_for_want_of_sockets_is_prefill_s_fault(far, decode_of, monkeypatch):
     decode = decode_of(far, host=host_id())
-    monkeypatch.setattr(decode.transfer._importer, "_connect", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+    monkeypatch.setattr(decode.transfer._importer, "connect", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
     error = decode.fetch(exported(far)).result()
     assert isinstance(error, KvTransferError) and "Too many open files" in str(error)
 

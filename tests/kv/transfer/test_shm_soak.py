@@ -50,4 +50,4 @@ def test_two_hundred_random_operations_leave_no_lease_and_no_file(make_side, tmp
     assert all(fetching.is_right for fetching in taken)
     wait_until(lambda: not prefill.lease_counts() and prefill.num_released == len(leases))
     wait_until(lambda: not files_of(tmp_path, "prefill"))
-    assert prefill.transfer._exporter._buffer.used_bytes == 0
+    assert prefill.transfer._exporter.buffer.used_bytes == 0
