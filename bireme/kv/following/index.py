@@ -176,13 +176,6 @@ class KvIndex:
         self._kernels.match(self._table, self._records, self._pool, self._scratch, _words(hashes), depths)
         return depths
 
-    def dump(self, slot: int) -> tuple[Hashes, npt.NDArray[np.uint8]]:
-        """Return the hashes of all blocks that the worker told of, and the tier of each, in no order."""
-        hashes = np.zeros(int(self._held[slot]), np.uint64)
-        tiers = np.zeros(len(hashes), np.uint64)
-        count = self._kernels.dump(self._table, self._records, self._pool, self._state, hashes, tiers, slot)
-        return hashes[:count], tiers[:count].astype(np.uint8)
-
     @property
     def _sets(self) -> tuple[npt.NDArray[Any], ...]:
         return self._interned, self._records, self._pool, self._state

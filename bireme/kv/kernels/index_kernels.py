@@ -343,23 +343,6 @@ def holds_first(table: Words, records: Words, pool: Words, state: Counts, hashes
     return has_slot(word, slot, records, pool, state)
 
 
-@compiled(f"int64({TABLE}, {TABLE}, {WORDS}, {STATE}, {WORDS}, {WORDS}, int64)")
-def dump(table: Words, records: Words, pool: Words, state: Counts, hashes: Words, tiers: Words, slot: Scalar) -> Scalar:
-    """Write the slot's memberships that are no guesses; return how many."""
-    count = 0
-    for at in range(table.shape[0]):
-        if not has_slot(table[at, 1], slot, records, pool, state):
-            continue
-        for tier in range(NUM_TIERS):
-            if count < hashes.shape[0] and has_member(
-                table[at, 1], np.uint64((slot << 2 | tier) + 1), records, pool, state
-            ):
-                hashes[count] = table[at, 0]
-                tiers[count] = np.uint64(tier)
-                count += 1
-    return count
-
-
 @compiled()
 def _mark(depths: npt.NDArray[np.int32], tier: Scalar, column: Scalar, bits: Scalar, depth: Scalar) -> None:
     while bits != _ZERO:
