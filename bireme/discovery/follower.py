@@ -1,7 +1,7 @@
 """Follows a store on a thread: the last view, what has changed, whether it is current.
 
-The last view stands while the store can't be reached. After that, workers that it lacks are kept for one more lease: a
-store that came back empty must not end a deployment.
+The last view stands while the store can't be reached. Then workers that it lacks are kept for one more lease: a store
+that came back empty must not end a deployment.
 """
 
 from __future__ import annotations

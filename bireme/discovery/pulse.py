@@ -115,7 +115,7 @@ def has_writer(path: Path) -> bool:
 
 
 def own_pulse() -> Pulse | None:
-    """None: no launch watches this process, or /dev/shm takes no file."""
+    """None: no launch watches, or /dev/shm takes no file."""
     prefix = os.environ.get("BIREME_SHM_PREFIX")
     if not prefix:
         return None

@@ -30,7 +30,7 @@ WorkerState = Literal["ready", "draining"]
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An engine process, as others find it. It writes the record, its supervisor removes it.
 
-    Life 0 and no endpoints: known from the recipe alone.
+    Life 0: known from the recipe alone.
     """
 
     worker: str  # the Triton model's name

@@ -44,7 +44,7 @@ def locate() -> Path:
 
 
 def make_private(folder: Path, remedy: str) -> None:
-    """Make or check a folder. Raises ConfigError, and FileNotFoundError where others remove it."""
+    """Make or check it. Raises ConfigError, and FileNotFoundError where others remove it."""
     with suppress(FileExistsError):  # exist_ok raises where others remove it just then
         folder.mkdir(parents=True, mode=0o700)
     check_private(folder, remedy)
@@ -108,7 +108,7 @@ def ask_drain(folder: Path, worker: str = "", *, undo: bool = False) -> None:
 
 
 def must_sleep(folder: Path, worker: str) -> bool:
-    """Return whether a worker's engine is to end and stay away until `wake`."""
+    """Return whether a worker's engine is to stay away until `wake`."""
     return (folder / f"{worker}{SLEEP}").exists()
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -28,22 +28,6 @@ from bireme.metrics import Registry
 _TEXT_STAGES = ("prefill", "decode", "multimodal_encoder", "embedding")
 LOOK_S = 0.5
 logger = logging.getLogger("bireme.discovery")
-
-
-class Discovery(Protocol):
-    """Who serves, until `stop`."""
-
-    def watch(self, on_change: OnChange) -> None:
-        """Call `on_change` with the whole view: before this returns, then on a thread after each change."""
-
-    def stop(self) -> None: ...
-
-    @property
-    def is_current(self) -> bool:
-        """False: the shared store can't be reached, the last view stands."""
-
-    def report(self) -> dict[str, Any]:
-        """Return readiness's part; {} without a store."""
 
 
 class OwnWorkers:
@@ -84,7 +68,7 @@ class OwnWorkers:
 
 
 class WorkerView:
-    """Discovery."""
+    """Who serves a recipe, until `stop`."""
 
     def __init__(
         self,
@@ -108,9 +92,11 @@ class WorkerView:
 
     @property
     def is_current(self) -> bool:
+        """False: the shared store can't be reached, the last view stands."""
         return self._shared is None or not self._shared.problem
 
     def watch(self, on_change: OnChange) -> None:
+        """Call `on_change` with the whole view: before this returns, then on a thread after each change."""
         self._on_change = on_change
         if self._own is not None:
             self._own.read_now()
@@ -123,6 +109,7 @@ class WorkerView:
             follower.stop()
 
     def report(self) -> dict[str, Any]:
+        """Return readiness's part; {} without a store."""
         if self._shared is None:
             return {}
         with self._lock:
@@ -181,9 +168,9 @@ class WorkerView:
 def admit(
     records: Records, recipe: Recipe, own: Mapping[str, WorkerRecord], server: str = "", launch: str = ""
 ) -> tuple[dict[str, WorkerRecord], dict[str, str]]:
-    """Return others' workers that may serve a recipe, and why others may not; both by id.
+    """Return others' workers that may serve a recipe, and why others may not, by id.
 
-    They must equal the own workers, else the first by its id.
+    They must equal the own ones, else the first by its id.
     """
     known = [record for record in own.values() if record.life]
     model = _model_name(recipe)

@@ -1,6 +1,6 @@
 """What every text pipeline shares: workers, router, limits, metrics; and the count of running requests.
 
-A `Discovery` says which workers there are, while requests run: router and worker clients get its views on the loop.
+A `WorkerView` says which workers there are, while requests run: router and worker clients get its views on the loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from bireme.canary_mark import is_canary
 from bireme.config import Recipe
 from bireme.discovery.records import WorkerRecord
-from bireme.discovery.view import Discovery
+from bireme.discovery.view import WorkerView
 from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.routing.router import WorkerRouter
 from bireme.messages import Capacity
@@ -37,7 +37,7 @@ class Services:
     metrics: Registry
     num_active: int = 0
     members: Mapping[str, WorkerRecord] = field(default_factory=dict)  # by worker id, those that drain among them
-    discovery: Discovery | None = None
+    discovery: WorkerView | None = None
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _unread: Registry = field(default_factory=Registry)  # of canaries, which are no load
 
@@ -50,7 +50,7 @@ class Services:
         """Return where a sequence is counted."""
         return self._unread if is_canary(cache_salt) else self.metrics
 
-    def follow(self, discovery: Discovery) -> None:
+    def follow(self, discovery: WorkerView) -> None:
         """Take the workers from `discovery` until `close`; on the loop that this is used on."""
         loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
 

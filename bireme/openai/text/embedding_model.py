@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bireme.config import Recipe
-from bireme.discovery.view import Discovery
+from bireme.discovery.view import WorkerView
 from bireme.metrics import Registry
 from bireme.openai.model_kinds import EMBEDDINGS, ModelsByName
 from bireme.openai.text.served_model import FollowedModel
@@ -19,7 +19,7 @@ class EmbeddingModel(FollowedModel):
 
     def __init__(
         self, recipe: Recipe, workers: WorkerClient, tokenizer: TextTokenizer, metrics: Registry,
-        discovery: Discovery | None = None, folder: Path | None = None,
+        discovery: WorkerView | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(recipe, workers, tokenizer, metrics, discovery, folder)
         self.embeddings = EmbeddingService(self.services, tokenizer, metrics)

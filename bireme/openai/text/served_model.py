@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from bireme.config import Recipe
 from bireme.discovery.records import own_address
-from bireme.discovery.view import Discovery, discover
+from bireme.discovery.view import WorkerView, discover
 from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.openai.model_kinds import TEXT, ModelsByName
@@ -31,7 +31,7 @@ class FollowedModel:
 
     def __init__(
         self, recipe: Recipe, workers: WorkerClient, tokenizer: TextTokenizer, metrics: Registry,
-        discovery: Discovery | None = None, folder: Path | None = None,
+        discovery: WorkerView | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
         """`discovery`: of its workers; None: they are the recipe's. `folder`: the launch's run folder, in reach."""
         self.recipe, self.workers, self.tokenizer = recipe, workers, tokenizer
@@ -87,7 +87,7 @@ class ServedModel(FollowedModel):
 
     def __init__(
         self, recipe: Recipe, workers: WorkerClient, tokenizer: TextTokenizer, metrics: Registry,
-        discovery: Discovery | None = None, folder: Path | None = None,
+        discovery: WorkerView | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
         check_defaults(recipe)
         super().__init__(recipe, workers, tokenizer, metrics, discovery, folder)
