@@ -163,7 +163,7 @@ class MemoryService:
 
     def _hold(self, link: socket.socket, attach: HoldWeights) -> None:
         self._forget(attach.worker, but=attach.weights)
-        proof = prove(self._key, "service", attach.nonce)
+        name, proof = attach.weights[:12], prove(self._key, "service", attach.nonce)
         weights = self._wait_turn(link, attach, proof)
         try:
             if weights.filler is link:
@@ -171,9 +171,7 @@ class MemoryService:
                 self._take(link, attach, weights)
             else:
                 send(link, Granted("map", proof, weights.num_bytes, weights.load_s), weights.descriptors)
-            logger.info(
-                "attached worker=%s weights=%s engines=%d", attach.worker, attach.weights[:12], len(weights.links)
-            )
+            logger.info("attached worker=%s weights=%s engines=%d", attach.worker, name, len(weights.links))
             with contextlib.suppress(OSError, UnavailableError):
                 self._receive(link)  # nothing more is said: it ends
         finally:
@@ -184,9 +182,7 @@ class MemoryService:
                 self._tell(weights)
                 self._free_unused()
                 self._changed.notify_all()
-            logger.info(
-                "detached worker=%s weights=%s engines=%d", attach.worker, attach.weights[:12], len(weights.links)
-            )
+            logger.info("detached worker=%s weights=%s engines=%d", attach.worker, name, len(weights.links))
 
     def _wait_turn(self, link: socket.socket, attach: HoldWeights, proof: bytes) -> _Weights:
         """Return the weights once they are there, or it is this engine's turn to fill them."""
