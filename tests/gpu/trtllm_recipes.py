@@ -33,7 +33,7 @@ import yaml
 
 from bireme.config import Recipe
 from bireme.engines.stub.environment import find_python
-from bireme.engines.trtllm.pair_rules import gpus_of
+from bireme.engines.trtllm.pair_rules import yaml_of
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch.installation import find_installation
 from bireme.launch.ports import free_port
@@ -226,6 +226,15 @@ def check_fit(recipe: Recipe, machine: Machine) -> None:
     share, size = weights / ranks, min(machine.gpu_bytes)
     if share > _MOST_OF_A_GPU * size:
         raise Skipped(f"{share / _GIB:.0f} GiB of weights a GPU, which has {size / _GIB:.0f} GiB")
+
+
+def gpus_of(recipe: Recipe) -> int:
+    """Return how many GPUs a host needs: those that the recipe names, or those that its engines multiply to."""
+    named = [device for entry in recipe.workers.values() for device in entry.devices]
+    if named:
+        return max(named) + 1
+    engines = [(entry, stage) for stage, entry in recipe.workers.items() if entry.engine == "trtllm"]
+    return max((yaml_of(entry, stage).world_size * entry.replicas for entry, stage in engines), default=1)
 
 
 def weights_of(model: str) -> int:

@@ -68,26 +68,17 @@ def check_worker(entry: WorkerEntry, stage: str, model: str = "", *, is_disaggre
     return list(found.values())
 
 
-def gpus_of(recipe: Recipe) -> int:
-    """Those it names, or those that its engines multiply to."""
-    named = [device for entry in recipe.workers.values() for device in entry.devices]
-    if named:
-        return max(named) + 1
-    engines = [(entry, stage) for stage, entry in recipe.workers.items() if entry.engine == "trtllm"]
-    return max((_yaml(entry, stage).world_size * entry.replicas for entry, stage in engines), default=1)
-
-
 def _named(found: list[Problem], stage: str) -> list[Problem]:
     return [replace(problem, worker=stage) for problem in found]
 
 
-def _yaml(entry: WorkerEntry, stage: str) -> Yaml:
+def yaml_of(entry: WorkerEntry, stage: str) -> Yaml:
     release = entry.engine_version if entry.engine_version in PROFILES else PROFILES[0]
     return Yaml(prepared(entry.engine_config.llm_args), stage, release, is_disaggregated=True)
 
 
 def _check_pair(prefill: WorkerEntry, decode: WorkerEntry) -> list[Problem]:
-    first, second = _yaml(prefill, "prefill"), _yaml(decode, "decode")
+    first, second = yaml_of(prefill, "prefill"), yaml_of(decode, "decode")
     found = [*_check_equal(first, second), *_check_lengths(first, second), *_check_drafts(first, second)]
     return _named(found, "decode")
 
@@ -114,13 +105,13 @@ def _check_drafts(prefill: Yaml, decode: Yaml) -> Iterator[Problem]:
 
 
 def _check_events(entry: WorkerEntry, stage: str) -> Iterator[Problem]:
-    yaml = _yaml(entry, stage)
+    yaml = yaml_of(entry, stage)
     if yaml.number("kv_cache_config.event_buffer_max_size", 0) > 0:
         yield yaml.problem("kv_cache_config.event_buffer_max_size", UNREAD_EVENTS, UNREAD_EVENTS_REMEDY)
 
 
 def _check_devices(entry: WorkerEntry, stage: str) -> Iterator[Problem]:
-    needed = _yaml(entry, stage).world_size
+    needed = yaml_of(entry, stage).world_size
     share, rest = divmod(len(entry.devices), entry.replicas)
     if entry.devices and (share != needed or rest):
         reason = f"{len(entry.devices)} GPUs for {entry.replicas} replica(s) of {needed}"
@@ -136,7 +127,7 @@ def _check_shared_devices(entries: Mapping[str, WorkerEntry]) -> list[Problem]:
         reason = "prefill and decode both take the first GPUs of the machine"
         found = Problem(("devices",), NOTHING, reason, "name the GPUs of each", "warning", "decode")
         return [found]
-    fractions = [_yaml(entry, stage).number(_FRACTION, 0.9) for stage, entry in entries.items() if entry.devices]
+    fractions = [yaml_of(entry, stage).number(_FRACTION, 0.9) for stage, entry in entries.items() if entry.devices]
     if not shared or sum(fractions) <= 1:
         return []
     reason = f"GPU {min(shared)} is shared, and the engines want {sum(fractions):.2f} of its free memory"
@@ -145,5 +136,5 @@ def _check_shared_devices(entries: Mapping[str, WorkerEntry]) -> list[Problem]:
 
 
 def _spans_nodes(entries: Mapping[str, WorkerEntry]) -> bool:
-    yamls = [_yaml(entry, stage) for stage, entry in entries.items()]
+    yamls = [yaml_of(entry, stage) for stage, entry in entries.items()]
     return any(yaml.world_size > yaml.number("gpus_per_node", _GPUS_OF_A_NODE) for yaml in yamls)
