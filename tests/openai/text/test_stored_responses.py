@@ -257,15 +257,18 @@ async def test_what_could_not_be_taken_over_for_a_while_is_tried_again(bench, tm
     assert [(await ended(bench, one)).status for one in ids] == ["incomplete"] * 2 and not other._orphans
 
 
+def lock_histories(store, monkeypatch):
+    async def fail(*_):
+        raise UnavailableError("locked")
+
+    monkeypatch.setattr(store, "history", fail)
+
+
 async def test_what_can_t_be_taken_over_for_too_long_has_failed(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(store_thread, "_LOOK_S", 0.02)
     monkeypatch.setattr(stored_responses, "_RETRY_S", 0.1)
     ids, other = await left_to(bench, tmp_path, 1)
-
-    async def fail(*_):
-        raise UnavailableError("locked")
-
-    monkeypatch.setattr(other, "history", fail)
+    lock_histories(other, monkeypatch)
     other.start()
     assert (await ended(bench, ids[0])).status == "failed" and not other._orphans
 
@@ -284,11 +287,7 @@ async def test_a_row_that_can_t_be_read_keeps_no_other_from_being_taken_over(ben
 async def test_what_is_cancelled_before_it_is_taken_over_is_forgotten(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(store_thread, "_LOOK_S", 0.02)
     ids, other = await left_to(bench, tmp_path, 1)
-
-    async def fail(*_):
-        raise UnavailableError("locked")
-
-    monkeypatch.setattr(other, "history", fail)
+    lock_histories(other, monkeypatch)
     other.start()
     async with asyncio.timeout(10):
         while not other._orphans:
