@@ -2,8 +2,6 @@
 
 The feed writes into a KvIndex, under a lock that its readers take as well, and keeps each worker's last load. Workers
 that the index does not know it adds, and removes with their records; those that its owner has added it only clears.
-Events that come twice, late, out of order, malformed or from another life are counted and change nothing
-(event_stream.py).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ SILENT_S = 3.5  # without a report for so long a worker's load is not known
 _MAX_SOCKETS = 65_000  # libzmq's own limit is 1,023: 500 workers' worth
 _RETRY_S = 1.0  # from one try to follow a worker to the next
 _TURN_MS = 100  # how often time limits are looked at
-_REST_S = 0.002  # between turns: what comes meanwhile is taken together
+_PAUSE_S = 0.002  # between turns: what comes meanwhile is taken together
 _PORTION_BYTES = 256 << 10  # of events that are read at once: so few that they stay in the processor's cache
 
 
@@ -207,7 +205,7 @@ class KvFeed:
         self._nats: NatsReader | None = None
         self._followers: dict[str, FollowedWorker] = {}
         self._missing: dict[str, WorkerRecord] = {}  # that could not be followed
-        self._told: set[str] = set()  # of these, whose error has been logged
+        self._logged: set[str] = set()  # of these, whose error has been logged
         self._retry_at = math.inf
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-feed", daemon=True)
@@ -269,10 +267,10 @@ class KvFeed:
                     self._followers[name] = FollowedWorker(name, record, self)
                 del self._missing[name]
             except Exception as error:  # an address that makes no sense, an index that is full: the others go on
-                if name not in self._told:
+                if name not in self._logged:
                     logger.error("kv_feed_not_followed worker=%s error=%s", name, error)
-                self._told.add(name)
-        self._told &= set(self._missing)
+                self._logged.add(name)
+        self._logged &= set(self._missing)
         self._retry_at = time.monotonic() + _RETRY_S if self._missing else math.inf
         with self.lock:
             self.slots = {name: tuple(one.slots) for name, one in self._followers.items()}
@@ -311,7 +309,7 @@ class KvFeed:
                 self.loads.pop(name, None)
         if ready:
             self._metrics.set("bireme_kv_feed_lag_seconds", self.lag_s)
-            time.sleep(_REST_S)
+            time.sleep(_PAUSE_S)
 
     def _take_arrived(self) -> None:
         portion: list[tuple[FollowedWorker, int, int, bytes]] = []

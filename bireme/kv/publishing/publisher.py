@@ -1,9 +1,8 @@
 """Tells routers what an engine holds and how busy it is: one thread in the engine process.
 
-The engine records events in a buffer of its own and never waits for this thread. After each step it is woken; it looks
-every few milliseconds until nothing changes any more, and once a second in any case. What it sends is kept for readers
-that miss something, within bounds; who asks for more gets a snapshot, a part a turn. An error is counted, and what it
-may have cost is made good by a gap in the sequence, which readers see.
+The engine never waits for this thread, which is woken after each step. What it sends is kept for readers that miss
+something, within bounds; who asks for more gets a snapshot, a part a turn. An error is counted, and leaves a gap in the
+sequence, which readers see.
 """
 
 from __future__ import annotations
@@ -273,8 +272,8 @@ class KvPublisher:
             by_rank.setdefault(event.dp_rank, []).append(event)
         for number, part in by_rank.items():
             rank = self._rank(number)
-            for told in _portions(rank.held.apply(part), _BATCH_WEIGHT):
-                self._send(rank, told)
+            for batch in _portions(rank.held.apply(part), _BATCH_WEIGHT):
+                self._send(rank, batch)
 
     def _lose_track(self, event_id: int, by_rank: dict[int, list[KvEvent]]) -> None:
         """The engine's buffer was full: what was lost is not known, so nothing that is held is."""

@@ -20,23 +20,23 @@ class Process:
     def is_alive(self) -> bool:
         return self._started is not None and _start_time(self.pid) == self._started
 
-    def heard(self) -> None: ...
+    def note_message(self) -> None: ...
 
 
 class FarProcess:
     """A process of another host: its messages are all that is known of it."""
 
-    __slots__ = ("_heard_at", "pid")
+    __slots__ = ("_seen_at", "pid")
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._heard_at = time.monotonic()
+        self._seen_at = time.monotonic()
 
     def is_alive(self) -> bool:
-        return time.monotonic() - self._heard_at < SILENCE_S
+        return time.monotonic() - self._seen_at < SILENCE_S
 
-    def heard(self) -> None:
-        self._heard_at = time.monotonic()
+    def note_message(self) -> None:
+        self._seen_at = time.monotonic()
 
 
 def _start_time(pid: int) -> str | None:

@@ -136,7 +136,7 @@ def test_silence_of_an_exporter_that_nobody_asked_is_no_sign_of_its_death(far, d
     importing, exporting = decode.transfer._importer, far.transfer._exporter
     assert decode.fetch(exported(far)).result() is None
     (peer,) = importing._peers.values()
-    peer.process._heard_at -= 2 * SILENCE_S
+    peer.process._seen_at -= 2 * SILENCE_S
     looks = Mock(wraps=importing.tick, side_effect=lambda: importing._fetches and has_looked.set() or DEFAULT)
     answers = Mock(wraps=exporting.on_message, side_effect=lambda *_: has_looked.wait(60) and DEFAULT)
     monkeypatch.setattr(importing, "tick", looks)
