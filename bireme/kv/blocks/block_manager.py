@@ -1,7 +1,6 @@
 """Which KV blocks a request holds, in each group of layers that share an attention window.
 
-A group with a window holds only the blocks that the next token can see: decode frees the others as it advances (they
-stay reusable while cached), and a prefix hit needs only the visible ones.
+A group with a window holds only the blocks that the next token can see: decode frees the others as it advances.
 
 Blocks that a lower tier has are *missing* from a table until `onboard` has taken room for them, and belong to nobody
 else until `onboarded`.

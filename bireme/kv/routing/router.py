@@ -14,9 +14,8 @@ prefix that all prompts share would keep them on one worker, whose pool overflow
 A prefill worker has the first two lines alone. A decode worker that gets its KV from prefill pays for what it does not
 hold at the price of a transfer, and nothing for what waits.
 
-Load is the worker's own report, and what this router has sent since: several routers agree without talking to each
-other. What a worker holds is known from its KV events, and for a while from placements whose events are still to come,
-so that a burst of requests with one new prefix goes where it is being computed.
+Load is the worker's own report, and what this router has sent since. What a worker holds is known from its KV events,
+and for a while from placements whose events are still to come.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """KV rows from a prefill engine to a decode engine: the interface.
 
-The exporter leases: RESERVED (prefill queued or running) -> EXPORTED (rows complete, blocks pinned) -> CLAIMED (a
-decode engine is copying) -> ACKED | EXPIRED | ABORTED. Only the exporting process changes a lease, by its own timer;
-claim and acknowledgement go over the transfer's control socket. Rows are addressed by token position, not by block, so
-that both sides may have different block sizes and the importer can skip rows that it holds.
+Only the exporting process changes a lease (lease.py). Rows are addressed by token position, not by block: both sides
+may have different block sizes, and the importer can skip rows that it holds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The exporting side: answers claims with rows.
 
-Runs on the control thread; only `_copy` runs on the copier. A transfer waits for room, is offered, is copied chunk by
-chunk, and ends with the importer's ack or cancel, its death or timeout, or with the lease. A refusal is sent when the
-copier has stopped: the importer may then use the memory that was written to.
+Runs on the control thread; only `_copy` runs on the copier. A refusal is sent when the copier has stopped: the importer
+may then use the memory that was written to.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class Exporter:
     def _on_ping(self, identity: bytes) -> None:
         for transfer in self._outgoing.values():
             if transfer.identity == identity:
-                transfer.importer.heard()
+                transfer.importer.note_message()
         self.reply(identity, wire.encode(wire.PeerPong()))
 
     def _on_claim(self, identity: bytes, claim: wire.Claim) -> None:

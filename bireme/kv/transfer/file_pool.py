@@ -1,8 +1,7 @@
 """Files in /dev/shm that transfers use one after the other.
 
-Making pages costs more than copying into them: a file whose reader has said that it reads no more is kept for the next
-transfer. Every other file is unlinked, and stays what it is for a reader that has it open. Each use has a name of its
-own, so that nobody finds a later one by an earlier's.
+Making pages costs more than copying into them. Only a file whose reader has said that it reads no more is kept, under
+another name for each use.
 """
 
 from __future__ import annotations

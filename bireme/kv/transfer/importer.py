@@ -1,10 +1,8 @@
 """The importing side: claims leases and takes the rows that come.
 
-Runs on the control thread; only `_load_ready` and `done` run on the copier. A fetch waits for room, is claimed, and its
-chunks are taken as they come; `done` is called once, after the last of them has been written or the fetch has failed.
-
-Where the exporter writes to memory of this process, that memory is used again only when no write can arrive any more.
-The exporter has said so, or the backend has cut off all writers, which waits until no transfer needs them.
+Runs on the control thread; only `_load_ready` and `done` run on the copier. `done` is called once, after the last chunk
+has been written or the fetch has failed. Memory to which the exporter writes is used again when no write can arrive any
+more: the exporter has said so, or the backend has cut off all writers.
 """
 
 from __future__ import annotations
@@ -219,7 +217,7 @@ class Importer:
         peer = next((peer for peer in self._peers.values() if peer.socket is socket), None)
         if peer is None:
             return
-        peer.process.heard()
+        peer.process.note_message()
         if isinstance(message, wire.PeerPong):
             return
         fetch = self._fetches.get(message.number)
@@ -347,7 +345,7 @@ class Importer:
             peer = Peer(record.transfer_endpoint, process, self.connect(record.transfer_endpoint), prefix)
             self._peers[peer.endpoint] = peer
         elif peer not in self._busy_peers():
-            peer.process.heard()  # nobody has asked it since
+            peer.process.note_message()  # nobody has asked it since
         return peer
 
     def _on_offer(self, fetch: RowFetch, offer: wire.Offer) -> None:

@@ -1,8 +1,7 @@
 """KV transfer between engine processes: leases, control socket and threads, whatever moves the bytes.
 
-The control thread owns the sockets, the leases' timers and both roles' state, and never copies; the copier
-does all copying and calls the engine back. So acknowledgements are served during copies, and a full buffer always
-drains. The protocol: docs/kv_transfer.md.
+The control thread owns the sockets, the leases' timers and both roles' state, and never copies; the copier does, and
+calls the engine back. The protocol: docs/kv_transfer.md.
 """
 
 from __future__ import annotations

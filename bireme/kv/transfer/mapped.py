@@ -1,12 +1,10 @@
 """Rows out of another process's memory, between engine processes of one host: one copy, and no file.
 
-The exporter shows where its rows lie; the importer maps that memory, once in the exporter's life, and copies the rows
-straight to its own: device to device by its GPU, or on a CPU by the copier. The exporter keeps them until the importer
-has acknowledged, and answers whether it did: an importer that was too slow may have read what came after, so its rows
-count for nothing without that word.
+The importer maps the exporter's memory, once in its life, and copies the rows to its own: device to device by its GPU,
+or on a CPU by the copier. They count when the exporter has said that it kept them until the importer's ack.
 
-Where the importer can't map the memory (two GPUs without peer access, containers that don't share IPC, engines of two
-users) the rows go through files in /dev/shm, from the next transfer on. So do rows outside of what can be mapped.
+Where the importer can't map the memory, the rows go through files in /dev/shm from the next transfer on. So do rows
+outside of what can be mapped.
 """
 
 from __future__ import annotations

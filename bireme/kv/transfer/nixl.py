@@ -1,10 +1,9 @@
 """Rows by NIXL over UCX, between engine processes of one host or several.
 
 The importer makes room in memory that its agent has registered and names it in the claim; the exporter writes rows
-there straight out of its registered pool; the importer copies them on to their blocks. Prefill writes instead of decode
-reading, for two reasons. Where the network has no remote reads (TCP) UCX imitates them, more than ten times slower than
-writes. And the imitation ends the exporter's process ("Fatal: unexpected error: Endpoint timeout") when a reader
-vanishes at the wrong moment. And blocks of the pool are never the target, so that no late write can touch them.
+there straight out of its registered pool. The importer copies them on to their blocks, which no late write can touch.
+Prefill writes instead of decode reading: where the network has no remote reads (TCP) UCX imitates them, more
+than ten times slower, and ends the exporter's process when a reader vanishes at the wrong moment.
 
 UCX itself checks no peer: what may write here is who can reach UCX's ports. Between hosts give it a network of its own
 (UCX_NET_DEVICES); within one host it is left the kernel's ways between processes of one user, and opens no port.
