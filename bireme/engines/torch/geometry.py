@@ -19,6 +19,15 @@ class LayerGeometry:
     dtype: torch.dtype
     unknown: tuple[str, ...]
 
+    @property
+    def row_sizes(self) -> tuple[int, int]:
+        """Return the values of a token's keys, and of its values."""
+        return self.num_kv_heads * self.key_size, self.num_kv_heads * self.value_size
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self.row_sizes) * int(self.dtype.itemsize)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:

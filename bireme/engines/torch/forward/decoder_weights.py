@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,16 +65,15 @@ def why_not_fused(model: Any) -> str:
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(sorted(FAMILIES))}"
     layer = model.model.layers[0]
-    if not (_is(_activation(model), F.silu) or _is_gelu(model)):
+    if not (_is_gelu(model) or _is(_activation(model), F.silu)):
         return f"the MLP is gated by {_activation(model)}"
     if model.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype is {str(model.dtype).removeprefix('torch.')}"
     if _cos_sin(model.model, layer, 1).shape[1] != layer.self_attn.head_dim:
         return "only a part of each head is turned by its position"
     dense = [each.mlp for each in model.model.layers if not hasattr(each.mlp, "experts")]
-    if layer.self_attn.o_proj.bias is not None or any(mlp.down_proj.bias is not None for mlp in dense):
-        return "output projections have a bias"
-    return ""
+    outputs = [layer.self_attn.o_proj, *(mlp.down_proj for mlp in dense)]
+    return "output projections have a bias" if any(linear.bias is not None for linear in outputs) else ""
 
 
 def fuse(model: Any, max_seq_len: int) -> DecoderWeights:
@@ -102,21 +102,13 @@ def fuse(model: Any, max_seq_len: int) -> DecoderWeights:
 
 
 def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    eps = 0.0 if norms[0] is None else float(getattr(norms[0], "variance_epsilon", None) or norms[0].eps)
     after_attention, before_mlp, after_mlp = None, layer.post_attention_layernorm, None
     if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 2 and 3: what is added is normed, too
         after_attention, before_mlp = before_mlp, layer.pre_feedforward_layernorm
         after_mlp = layer.post_feedforward_layernorm
-    router, experts = None, getattr(mlp, "experts", None)
-    if experts is None:
-        gate_up, down = _join((mlp.gate_proj, mlp.up_proj)), mlp.down_proj.weight.detach()
-    else:
-        gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        is_normed = bool(getattr(mlp.gate, "norm_topk_prob", True))  # Mixtral's has no such setting: it does
-        router = TopKRouter(mlp.gate.weight.detach(), int(mlp.gate.top_k), is_normed)
+    gate_up, down, router = _fuse_mlp(layer.mlp)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm, is_gemma),
         qkv=_join(projections),
@@ -125,13 +117,29 @@ def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
         mlp_norm=_norm(before_mlp, is_gemma),
         gate_up=gate_up,
         down=down,
-        rotary=Rotary(cos_sin, eps, *(None if norm is None else _norm(norm, is_gemma) for norm in norms)),
+        rotary=_rotary(attention, cos_sin, is_gemma),
         scaling=float(attention.scaling),
         softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
-        attention_post_norm=None if after_attention is None else _norm(after_attention, is_gemma),
-        mlp_post_norm=None if after_mlp is None else _norm(after_mlp, is_gemma),
+        attention_post_norm=_norm(after_attention, is_gemma),
+        mlp_post_norm=_norm(after_mlp, is_gemma),
         router=router,
     )
+
+
+def _fuse_mlp(mlp: Any) -> tuple[Tensor, Tensor, TopKRouter | None]:
+    """Return gate and up, down, and a mixture's router."""
+    experts = getattr(mlp, "experts", None)
+    if experts is None:
+        return _join((mlp.gate_proj, mlp.up_proj)), mlp.down_proj.weight.detach(), None
+    is_normed = bool(getattr(mlp.gate, "norm_topk_prob", True))  # Mixtral's has no such setting: it does
+    router = TopKRouter(mlp.gate.weight.detach(), int(mlp.gate.top_k), is_normed)
+    return experts.gate_up_proj.detach(), experts.down_proj.detach(), router
+
+
+def _rotary(attention: Any, cos_sin: Tensor, is_gemma: bool) -> Rotary:
+    query, key = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    eps = 0.0 if query is None else float(getattr(query, "variance_epsilon", None) or query.eps)
+    return Rotary(cos_sin, eps, _norm(query, is_gemma), _norm(key, is_gemma))
 
 
 def _join(parts: Sequence[Any]) -> Tensor:
@@ -140,9 +148,7 @@ def _join(parts: Sequence[Any]) -> Tensor:
     Where they follow each other in memory, as shared weights do, they are one already.
     """
     weights = [part.weight.detach() for part in parts]
-    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    is_joined = all(weight.is_contiguous() for weight in weights) and ends[:-1] == [w.data_ptr() for w in weights[1:]]
-    if is_joined and len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
+    if all(_follows(*pair) for pair in pairwise(weights)):
         return weights[0].as_strided((sum(map(len, weights)), *weights[0].shape[1:]), weights[0].stride())
     joined = torch.cat(weights)
     for part, own in zip(parts, joined.split([len(part.weight) for part in parts]), strict=True):
@@ -150,9 +156,18 @@ def _join(parts: Sequence[Any]) -> Tensor:
     return joined
 
 
-def _norm(module: Any, is_gemma: bool) -> Tensor:
-    """Return what a norm multiplies by; Gemma's keep it less one."""
-    weight: Tensor = module.weight.detach()
+def _follows(before: Tensor, weight: Tensor) -> bool:
+    """Whether it begins in memory where the other one ends."""
+    is_one = before.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    is_whole = before.is_contiguous() and weight.is_contiguous()
+    return is_one and is_whole and bool(before.data_ptr() + before.nbytes == weight.data_ptr())
+
+
+def _norm(module: Any, is_gemma: bool) -> Any:
+    """Return what a norm multiplies by, which Gemma's keep less one; None where there is none."""
+    if module is None:
+        return None
+    weight = module.weight.detach()
     return weight.float() + 1 if is_gemma else weight
 
 

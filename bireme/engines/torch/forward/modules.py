@@ -71,8 +71,8 @@ def peak_bytes(model: Any, geometry: Sequence[LayerGeometry], limits: EngineLimi
         ) from error
     peak: int = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    a_token = [layer.num_kv_heads * (layer.key_size + layer.value_size) * layer.dtype.itemsize for layer in geometry]
-    return peak + limits.max_seq_len * int(max(a_token))  # the KV of a prefix, gathered in one layer
+    # Beside it the KV of a prefix, gathered in one layer.
+    return peak + limits.max_seq_len * max(layer.row_bytes for layer in geometry)
 
 
 class Modules:

@@ -51,18 +51,14 @@ class OnboardCopies:
 class BlockMover:
     def __init__(self, store: KvStore, num_host_blocks: Sequence[int], disk: DiskBlocks | None = None) -> None:
         """Raises ConfigError when host memory can't be had."""
-        self._views = [store.block_views(group) for group in range(len(store.groups))]
-        self._words = [[int(view.shape[1]) for view in views] for views in self._views]
-        self._block_bytes = [sum(view[0].nbytes for view in views) for views in self._views]
+        self._groups = [_GroupBlocks(store.block_views(group)) for group in range(len(store.groups))]
         self._disk = disk
         self._cuda = store.device if store.device.type == "cuda" else None
         self._chunk_bytes = _CHUNK_BYTES[store.device.type]
-        # Slices of arrays cost less than those of tensors, and there are two a layer and block.
-        self._arrays = [] if self._cuda else [[view.numpy() for view in views] for views in self._views]
         ways = ("offload", "onboard") if self._cuda else ()
-        self._staging = {name: _Staging(self._views, self._chunk_bytes, name == "onboard") for name in ways}
-        self._host = [self._host_memory(group, count) for group, count in enumerate(num_host_blocks)]
-        self._bounce = [self._host_memory(group, 1) for group in range(len(self._views))] if disk else []
+        self._staging = {name: _Staging(self._groups, self._chunk_bytes, name == "onboard") for name in ways}
+        self._host = [self._host_memory(*each) for each in zip(self._groups, num_host_blocks, strict=True)]
+        self._bounce = [self._host_memory(group, 1) for group in self._groups if disk]
         self._streams: dict[str, Any] = {name: torch.cuda.Stream(self._cuda) for name in ways}
         self._noted = self._computed()
         self._is_closing = False
@@ -132,7 +128,7 @@ class BlockMover:
             if at > begin and (is_other or num_bytes >= self._chunk_bytes or copy.source_tier == DISK):
                 yield copies[begin:at]
                 begin, num_bytes = at, 0
-            num_bytes += self._block_bytes[copy.group]
+            num_bytes += self._groups[copy.group].block_bytes
         yield copies[begin:]
 
     def _down(self, copies: list[BlockCopy], computed: Any) -> Any:
@@ -141,8 +137,8 @@ class BlockMover:
         host, rows = self._host[group], [copy.target - 1 for copy in copies]
         if self._cuda is None:
             for source, row in zip(sources, rows, strict=True):
-                for place, part in self._parts(group, host[row].numpy()):
-                    part[...] = self._arrays[group][place][source]
+                for blocks, part in self._groups[group].parts(host[row].numpy()):
+                    part[...] = blocks[source]
             return [CopyResult.DONE] * len(copies)
         with self._on("offload", computed):
             staged = self._staging["offload"].gather(group, sources)
@@ -161,8 +157,8 @@ class BlockMover:
                 return [CopyResult.FAILED]
         if self._cuda is None:
             for target, row in zip(targets, rows, strict=True):
-                for place, part in self._parts(group, host[row].numpy()):
-                    self._arrays[group][place][target] = part
+                for blocks, part in self._groups[group].parts(host[row].numpy()):
+                    blocks[target] = part
             return [CopyResult.DONE] * len(copies)
         with self._on("onboard", computed):
             staged = self._staging["onboard"].room(group, len(copies))
@@ -184,19 +180,12 @@ class BlockMover:
                 break
         return results
 
-    def _parts(self, group: int, block: Any) -> Iterator[tuple[int, Any]]:
-        """Yield the place of each layer's keys and values among the views, and their part of `block` (words,)."""
-        at = 0
-        for place, words in enumerate(self._words[group]):
-            yield place, block[at : at + words]
-            at += words
-
-    def _host_memory(self, group: int, num_blocks: int) -> Tensor:
+    def _host_memory(self, group: _GroupBlocks, num_blocks: int) -> Tensor:
         """Return (blocks, words of a block). Raises ConfigError."""
-        words, dtype = sum(self._words[group]), self._views[group][0].dtype
+        words, dtype = sum(group.words), group.views[0].dtype
         if self._cuda is None:
             return torch.empty((num_blocks, words), dtype=dtype)
-        num_bytes = num_blocks * self._block_bytes[group]
+        num_bytes = num_blocks * group.block_bytes
         try:
             return page_locked(num_bytes).view(dtype).view(num_blocks, words)
         except (RuntimeError, OSError) as error:
@@ -228,23 +217,41 @@ class BlockMover:
         return event
 
 
+class _GroupBlocks:
+    """Blocks of one group's layers."""
+
+    def __init__(self, views: list[Tensor]) -> None:
+        self.views = views  # (blocks, words) of each layer's keys and values
+        self.words = [int(view.shape[1]) for view in views]
+        self.block_bytes = sum(view[0].nbytes for view in views)
+        # Slices of arrays cost less than those of tensors, and there are two a layer and block.
+        self._arrays = [view.numpy() for view in views] if views[0].device.type == "cpu" else []
+
+    def parts(self, block: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield the blocks of each layer's keys and values on a CPU, and their part of `block` (words,)."""
+        at = 0
+        for blocks, words in zip(self._arrays, self.words, strict=True):
+            yield blocks, block[at : at + words]
+            at += words
+
+
 class _Staging:
     """Where the blocks of a way pass through on the GPU, a chunk at a time; used in one stream's order.
 
     The addresses are told to the kernel once: to make them anew for a chunk took longer than to copy it.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], chunk_bytes: int, is_up: bool) -> None:
-        """`groups`: each one's views (blocks, words)."""
-        sizes = [sum(view[0].nbytes for view in views) for views in groups]
+    def __init__(self, groups: Sequence[_GroupBlocks], chunk_bytes: int, is_up: bool) -> None:
+        sizes = [group.block_bytes for group in groups]
         counts = [max(1, -(-chunk_bytes // size)) for size in sizes]
-        device = groups[0][0].device
+        device = groups[0].views[0].device
         memory = torch.zeros(max(map(mul, counts, sizes)), dtype=torch.uint8, device=device)
         self._rooms: list[Tensor] = []
         self._moves: list[MoveRows] = []
-        for views, count, size in zip(groups, counts, sizes, strict=True):
+        for group, count, size in zip(groups, counts, sizes, strict=True):
+            views = group.views
             room = memory[: count * size].view(views[0].dtype).view(count, -1)
-            parts = list(room.split([view.shape[1] for view in views], 1))
+            parts = list(room.split(group.words, 1))
             sources, targets = (parts, views) if is_up else (views, parts)
             move = row_mover(sources, targets, kernels.is_usable(device))
             move(np.zeros(1, np.int64), np.zeros(1, np.int64))  # compile it now; the null block keeps its zeros

@@ -32,7 +32,7 @@ def group_layers(geometry: Sequence[LayerGeometry]) -> tuple[LayerGroup, ...]:
     """Sort layers by window: all-seeing first, then from the widest to the narrowest."""
     windows = sorted({layer.window for layer in geometry}, key=lambda window: -window if window else -float("inf"))
     return tuple(
-        LayerGroup(window, layers, tuple(_row_bytes(geometry[layer]) for layer in layers))
+        LayerGroup(window, layers, tuple(geometry[layer].row_bytes for layer in layers))
         for window in windows
         for layers in [tuple(index for index, layer in enumerate(geometry) if layer.window == window)]
     )
@@ -56,33 +56,34 @@ class KvStore:
         self.tokens_per_block = tokens_per_block
         self.dtype = geometry[0].dtype
         self.device = device
-        self.group_of = [0] * len(geometry)
-        for index, group in enumerate(groups):
-            for layer in group.layers:
-                self.group_of[layer] = index
-        rows = [(count + 1) * tokens_per_block for count in num_blocks]
-        shapes = [  # keys and values of each layer
-            tuple((rows[self.group_of[layer]], one.num_kv_heads * size) for size in (one.key_size, one.value_size))
-            for layer, one in enumerate(geometry)
-        ]
+        group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        self.group_of = [group_of[layer] for layer in range(len(geometry))]
         self._host_pool: HostPool | None = None
-        if is_shared and device.type == "cpu":
-            tensors = self._in_host_pool(shapes, [one.dtype for one in geometry])
-        else:
-            # Zeroed, because padding is attended to with weight zero, and zero times NaN is NaN.
-            tensors = [
-                [_zeros(shape, one.dtype, device) for shape in pair] for one, pair in zip(geometry, shapes, strict=True)
-            ]
+        tensors = self._allocate(geometry, num_blocks, is_shared)
         self.keys = [keys for keys, _ in tensors]
         self.values = [values for _, values in tensors]
-        kind = MemoryKind.DRAM if device.type == "cpu" else MemoryKind.VRAM
-        self.regions = tuple(
-            tuple(
-                Region(one.data_ptr(), one.shape[1] * one.element_size(), one.shape[0], kind, device.index or 0)
-                for one in self._tensors(index)
-            )
-            for index in range(len(groups))
-        )
+        self.regions = tuple(tuple(map(self._region, self._tensors(index))) for index in range(len(groups)))
+
+    def _allocate(
+        self, geometry: Sequence[LayerGeometry], num_blocks: Sequence[int], is_shared: bool
+    ) -> list[list[Tensor]]:
+        """Return keys and values of each layer.
+
+        They are zero, because padding is attended to with weight zero, and zero times NaN is NaN.
+        """
+        rows = [(num_blocks[group] + 1) * self.tokens_per_block for group in self.group_of]
+        shapes = [[(count, size) for size in one.row_sizes] for count, one in zip(rows, geometry, strict=True)]
+        if is_shared and self.device.type == "cpu":
+            return self._in_host_pool(shapes, [one.dtype for one in geometry])
+        return [
+            [_zeros(shape, one.dtype, self.device) for shape in pair]
+            for one, pair in zip(geometry, shapes, strict=True)
+        ]
+
+    def _region(self, tensor: Tensor) -> Region:
+        kind = MemoryKind.DRAM if self.device.type == "cpu" else MemoryKind.VRAM
+        row_bytes = tensor.shape[1] * tensor.element_size()
+        return Region(tensor.data_ptr(), row_bytes, tensor.shape[0], kind, self.device.index or 0)
 
     @property
     def num_bytes(self) -> int:
@@ -190,7 +191,3 @@ def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch would write every zero, and so take a pool's whole memory at the start, in small pages.
     return torch.frombuffer(zero_pages(shape[0] * shape[1] * dtype.itemsize), dtype=dtype).view(shape)
-
-
-def _row_bytes(layer: LayerGeometry) -> int:
-    return layer.num_kv_heads * (layer.key_size + layer.value_size) * int(layer.dtype.itemsize)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bireme.config import EngineConfig
+from bireme.config import EngineConfig, KvCacheConfig
 from bireme.engines.torch.geometry import EngineLimits, LayerGroup
 from bireme.errors import ConfigError
 
@@ -40,8 +40,25 @@ def pool_sizes(
 
 
 def tier_sizes(config: EngineConfig, groups: Sequence[LayerGroup]) -> list[tuple[int, ...]]:
-    """Return, per group, the number of blocks in each tier below the device: none, host memory, or that and disk."""
-    cache, size = config.kv_cache_config, config.kv_cache_config.tokens_per_block
+    """Return, per group, the number of blocks in each tier below the device: none, host memory, or that and disk.
+
+    Every group has the same number: a prefix comes back only if each group has its part of it.
+    """
+    cache = config.kv_cache_config
+    _check_tiers(cache)
+    block_bytes = cache.tokens_per_block * sum(group.bytes_per_token for group in groups)
+    counts: list[int] = []
+    for key, budget in (("host_cache_size", cache.host_cache_size), ("disk_cache_size", cache.disk_cache_size)):
+        if budget and budget < block_bytes:
+            raise ConfigError(
+                f"kv_cache_config.{key}: {budget} bytes do not hold one block of every layer, {block_bytes} bytes;"
+                " raise it, or set 0"
+            )
+        counts += [budget // block_bytes] if budget else []
+    return [tuple(counts)] * len(groups)
+
+
+def _check_tiers(cache: KvCacheConfig) -> None:
     if cache.disk_cache_size and not cache.host_cache_size:
         raise ConfigError(
             f"kv_cache_config.disk_cache_size: {cache.disk_cache_size}; blocks get to disk through host memory, set"
@@ -60,20 +77,6 @@ def tier_sizes(config: EngineConfig, groups: Sequence[LayerGroup]) -> list[tuple
             f"kv_cache_config.host_cache_size: {cache.host_cache_size}; this host has {memory} bytes of memory, ask for"
             " less"
         )
-    block_bytes = [group.bytes_per_token * size for group in groups]
-    tiers: list[list[int]] = []
-    for key in ("host_cache_size", "disk_cache_size"):
-        if not (budget := getattr(cache, key)):
-            break
-        # Every group has the same number of blocks: a prefix comes back only if each group has its part of it.
-        count = budget // sum(block_bytes)
-        if not count:
-            raise ConfigError(
-                f"kv_cache_config.{key}: {budget} bytes do not hold one block of every layer, {sum(block_bytes)} bytes;"
-                " raise it, or set 0"
-            )
-        tiers.append([count] * len(groups))
-    return [tuple(tier[group] for tier in tiers) for group in range(len(groups))]
 
 
 def _window_cap(window: int, limits: EngineLimits) -> int:
@@ -86,16 +89,17 @@ def _window_cap(window: int, limits: EngineLimits) -> int:
 
 
 def _share(block_bytes: Sequence[int], caps: Sequence[int], budget: int, most: int) -> list[int]:
-    """Give every group the same number of blocks, at most its cap; the saved ones go to the others."""
-    capped: dict[int, int] = {}
-    while True:
-        left = budget - sum(count * block_bytes[group] for group, count in capped.items())
-        open_bytes = sum(size for group, size in enumerate(block_bytes) if group not in capped)
-        even = min(most, left // open_bytes) if open_bytes else 0
-        over = {group: cap for group, cap in enumerate(caps) if group not in capped and cap and cap < even}
-        if not over:
-            return [capped.get(group, even) for group in range(len(block_bytes))]
-        capped |= over
+    """Give every group the same number of blocks, at most its cap (0: none); the saved ones go to the others."""
+    counts = [0] * len(block_bytes)
+    open_groups = set(range(len(block_bytes)))
+    while open_groups:
+        left = budget - sum(count * size for count, size in zip(counts, block_bytes, strict=True))
+        even = min(most, left // sum(block_bytes[group] for group in open_groups))
+        over = {group for group in open_groups if 0 < caps[group] < even}
+        for group in over or open_groups:
+            counts[group] = caps[group] if over else even
+        open_groups -= over or open_groups
+    return counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,24 +46,9 @@ class Admission:
 
     def admit(self, key: RequestKey, admitted: AdmittedRequest) -> Sequence:
         """Raises RequestError, with value, limit and remedy, for what this engine can never run."""
-        request, params, num_prompt = admitted.request, admitted.params, admitted.num_prompt
+        request, num_prompt = admitted.request, admitted.num_prompt
         eos_ids = self.eos_ids(request.sampling)
-        if not self._limits.enable_chunked_prefill and num_prompt > self._limits.max_num_tokens:
-            raise RequestError(
-                f"prompt: {num_prompt} tokens; max_num_tokens is {self._limits.max_num_tokens} and"
-                " enable_chunked_prefill is false, so no step could take it; shorten it, raise the one or set the other"
-            )
-        self._guides.check(request.sampling, eos_ids)
-        self._sampler.check(request.sampling, eos_ids)
-        if params is not None and len(params.first_gen_tokens) != 1:
-            raise RequestError(
-                "disaggregated_params: generation_only needs what context_only returned, one token with it"
-            )
-        if params is not None and request.sampling.prompt_logprobs is not None:
-            raise RequestError(
-                "prompt_logprobs: they are made by prefill, whose answer has them; leave it out of generation_only,"
-                " or send context_and_generation"
-            )
+        self._check(admitted, eos_ids)
         if request.sampling.seed is None:  # one that may move to another engine has one already
             seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(64))
             request = msgspec.structs.replace(request, sampling=seeded)
@@ -87,13 +72,32 @@ class Admission:
                 block_retention(request.options.kv_cache_retention_config, num_prompt, self._limits.tokens_per_block),
             ),
             deadline=now + request.timeout_ms / 1e3 if request.timeout_ms else 0.0,
-            params=params,
+            params=admitted.params,
             pictures=pictures,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not request.num_resumed,
             is_canary=admitted.is_canary,
         )
         self._check_fit(sequence)
         return sequence
+
+    def _check(self, admitted: AdmittedRequest, eos_ids: tuple[int, ...]) -> None:
+        sampling, params, num_prompt = admitted.request.sampling, admitted.params, admitted.num_prompt
+        if not self._limits.enable_chunked_prefill and num_prompt > self._limits.max_num_tokens:
+            raise RequestError(
+                f"prompt: {num_prompt} tokens; max_num_tokens is {self._limits.max_num_tokens} and"
+                " enable_chunked_prefill is false, so no step could take it; shorten it, raise the one or set the other"
+            )
+        self._guides.check(sampling, eos_ids)
+        self._sampler.check(sampling, eos_ids)
+        if params is not None and len(params.first_gen_tokens) != 1:
+            raise RequestError(
+                "disaggregated_params: generation_only needs what context_only returned, one token with it"
+            )
+        if params is not None and sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs: they are made by prefill, whose answer has them; leave it out of generation_only,"
+                " or send context_and_generation"
+            )
 
     def eos_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Return the ids that end this request by the model's or its own wish."""

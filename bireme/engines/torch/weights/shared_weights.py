@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import msgspec
@@ -151,17 +151,22 @@ def put_in(model: Any, table: list[SharedTensor], memory: Tensor) -> None:
         if not 0 <= shared.begin <= end <= len(memory):
             raise UnavailableError(f"{shared.names[0]} lies at {shared.begin} to {end} of {len(memory)} bytes")
         tensor = memory[shared.begin : end].view(_dtype(shared.dtype)).view(shared.shape)
-        parameter = torch.nn.Parameter(tensor, requires_grad=False)
-        for name in shared.names:
-            module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            if leaf in module._parameters:
-                module._parameters[leaf] = parameter
-            else:
-                module._buffers[leaf] = tensor
+        _set(model, shared.names, tensor)
     for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if isinstance(value, Tensor):
-                raise UnavailableError(f"{name}.{attribute} is a tensor that no table of weights has")
+        if stray := [attribute for attribute, value in vars(module).items() if isinstance(value, Tensor)]:
+            raise UnavailableError(f"{name}.{stray[0]} is a tensor that no table of weights has")
+
+
+def _set(model: Any, names: Iterable[str], tensor: Tensor) -> None:
+    """Let parameters or buffers of these names be the tensor."""
+    parameter = torch.nn.Parameter(tensor, requires_grad=False)
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(module)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = parameter
+        else:
+            owner._buffers[leaf] = tensor
 
 
 def _fill(model: Any, memory: WeightMemory, hold: WeightsHold, began: float) -> int:
