@@ -115,8 +115,6 @@ class OwnWork:
 
 
 class Mark:
-    """One request's."""
-
     __slots__ = ("_key", "_own_work", "_work")
 
     def __init__(self, own_work: OwnWork, key: tuple[int, int], work: Work) -> None:

@@ -47,9 +47,7 @@ def shut_file(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to be read, this user's or the folder owner's; nothing else can be opened, and nothing is
-    waited for. Raises OSError.
-    """
+    """Open a regular file of this user or the folder's owner, without waiting. Raises OSError, for others as well."""
     trusted = (os.getuid(), path.parent.stat().st_uid)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO has no writer
     status = os.fstat(descriptor)

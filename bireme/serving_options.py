@@ -91,7 +91,6 @@ def check_options(options: ServingOptions) -> None:
 
 
 def check_session(session_id: str, where: str = "session_id") -> str:
-    """Return what is given. Raises RequestError."""
     if len(session_id) > MAX_SESSION_CHARACTERS:
         raise RequestError(f"{where}: {len(session_id)} characters; the limit is {MAX_SESSION_CHARACTERS}, shorten it")
     return session_id

@@ -19,11 +19,10 @@ from bireme.metrics import Registry
 
 
 def make_router(recipe: Recipe, metrics: Registry, folder: Path | None = None) -> WorkerRouter:
-    """Return a router over the recipe's workers, until it is told of others.
+    """Return a router over the recipe's workers, until it gets others. Raises ConfigError for a key that is none.
 
-    `folder`: the run folder, with the key without which workers' events and load can't be read; None: the key is
-    BIREME_KEY, else the router knows what it has sent itself. Where it counts what workers hold, this loads the index,
-    which takes a second where numba is installed. Raises ConfigError for a key that is none.
+    `folder`: the run folder, with the key of workers' events and load; None: BIREME_KEY, else the router knows what it
+    has sent itself. Loading its index takes a second where numba is installed.
     """
     key = run_folder.deployment_key(folder or Path()) if folder is not None or os.environ.get("BIREME_KEY") else None
     holdings, hash_prompt, loads = None, None, None
@@ -66,9 +65,9 @@ def recipe_workers(recipe: Recipe) -> dict[str, WorkerRecord]:
 
 
 def prompt_hashes(key: bytes | None) -> HashPrompt:
-    """Return the function that makes the hashes of a prompt's full blocks, as workers tell of them.
+    """Return what makes the hashes of a prompt's full blocks, as workers' events have them.
 
-    `key`: the deployment's; without it nobody can tell what salted prompts' blocks are called, so they have none.
+    `key`: the deployment's; without it salted prompts' blocks have no known hashes.
     """
     from bireme.kv.routing.prompt_hashing import PromptHasher
 

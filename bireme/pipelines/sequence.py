@@ -60,9 +60,7 @@ _T = TypeVar("_T")
 DEADLINE_GRACE_S = 1.0  # engines keep deadlines themselves; this is for those that don't
 
 
-class Push(Protocol):
-    """Sink.push."""
-
+class Push(Protocol):  # Sink.push
     def __call__(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None: ...
 
 
@@ -235,9 +233,9 @@ class SequenceRunner:
         return self._backoff.next_s()
 
     async def _attempt(self, request: EngineRequest, placement: Placement) -> None:
-        """Have the request computed once. Raises what went wrong; only a lease that is still good is kept then.
+        """Have the request computed once, with the lease that an attempt before this one kept, if any.
 
-        A lease that an attempt before this one kept is used again: the prompt is not computed twice.
+        Raises what went wrong; only a lease that is still good is kept then.
         """
         pictures: RequestEmbeddings | None = None  # for whichever engine computes the prompt
         try:

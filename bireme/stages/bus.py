@@ -105,9 +105,8 @@ class Subscription:
 
     def push(self, payload: bytes | memoryview) -> None:
         """Queue a step for sending; drop the subscription when too many bytes are behind."""
-        if self._is_over:
-            return
-        self._enqueue([U32.pack(len(payload)), bytes(payload)])
+        if not self._is_over:
+            self._enqueue([U32.pack(len(payload)), bytes(payload)])
 
     def welcome(self, welcome: Welcome) -> None:
         self._enqueue([pack_welcome(welcome)])

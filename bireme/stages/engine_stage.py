@@ -60,10 +60,9 @@ class EngineStage(Generic[E]):
         return self._given
 
     def _answer_ping(self, request_id: str, send: Send) -> None:
-        """Answer that the stub lives and its engine takes requests. Raises UnavailableError otherwise.
+        """Answer that the stub lives and its engine takes requests, with an id that it has the request.
 
-        With a request's id it says as well that this stub has it: one that died may have been replaced. Raises
-        NotFoundError when it does not.
+        Raises UnavailableError and, as one that died may have been replaced, NotFoundError.
         """
         self._check_ready()
         if request_id:
@@ -71,6 +70,6 @@ class EngineStage(Generic[E]):
         send(TensorResponse({"state": np.array([b"ready"], np.object_)}))
 
     def _check_ready(self) -> None:
-        """Raises UnavailableError with the engine's state."""
+        """Raises UnavailableError."""
         if not self._engine.is_ready:
             raise UnavailableError(f"{self._engine.state}; try again")

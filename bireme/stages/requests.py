@@ -36,8 +36,6 @@ MAX_REQUEST_ID_BYTES = 256  # no key: ids stand in logs and are chosen by client
 
 @dataclass(frozen=True, slots=True)
 class StageRequest:
-    """A plain request of decode or prefill."""
-
     engine: EngineRequest
     request_id: str  # "": can't be aborted by name
 

@@ -17,24 +17,14 @@ CHECKS_TENSORS = os.environ.get("BIREME_CHECK_TENSORS") == "1"  # the tests' ser
 
 # Triton knows fewer codes: the text has ours, the number is the nearest one, which clients retry alike.
 _TRITON_CODES = {
-    "INVALID_ARGUMENT": "INVALID_ARG",
-    "NOT_FOUND": "NOT_FOUND",
-    "RESOURCE_EXHAUSTED": "UNAVAILABLE",
-    "UNAVAILABLE": "UNAVAILABLE",
-    "DEADLINE_EXCEEDED": "CANCELLED",
-    "CANCELLED": "CANCELLED",
+    "INVALID_ARGUMENT": "INVALID_ARG", "NOT_FOUND": "NOT_FOUND", "RESOURCE_EXHAUSTED": "UNAVAILABLE",
+    "UNAVAILABLE": "UNAVAILABLE", "DEADLINE_EXCEEDED": "CANCELLED", "CANCELLED": "CANCELLED",
     "FAILED_PRECONDITION": "UNSUPPORTED",
-}
+}  # fmt: skip
 _NUMPY_TYPES = {
-    "BOOL": np.bool_,
-    "BYTES": np.object_,
-    "FP32": np.float32,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-}
+    "BOOL": np.bool_, "BYTES": np.object_, "FP32": np.float32, "INT32": np.int32, "INT64": np.int64,
+    "UINT8": np.uint8, "UINT32": np.uint32, "UINT64": np.uint64,
+}  # fmt: skip
 
 
 class TritonOutlet:
