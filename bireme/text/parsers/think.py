@@ -172,11 +172,15 @@ class ThinkParser:
         return start
 
     def _answer(self, text: str, events: list[Event]) -> str:
-        before, marker, rest = split(text, self._answer_end) if self._answer_end else (text, "", "")
+        if not self._answer_end:
+            events += self._inner.feed(text)
+            return ""
+        before, marker, rest = split(text, self._answer_end)
         events += self._inner.feed(before)
         if not marker:
             return self._hold(rest)
-        self._place = "trailer" if self._form.trailer not in ("", marker) else "after"
+        self._place = "trailer" if self._form.trailer not in ("", marker) else "answer"
+        self._answer_end = ()
         return rest
 
     def _ends_of(self, end: str) -> tuple[str, ...]:
@@ -186,12 +190,8 @@ class ThinkParser:
         start = text.lstrip()
         if not start or may_become(start, self._form.trailer):
             return self._hold(text)
-        self._place = "after"
+        self._place = "answer"
         return start.removeprefix(self._form.trailer)
-
-    def _after(self, text: str, events: list[Event]) -> str:
-        events += self._inner.feed(text)
-        return ""
 
     def _said(self, text: str) -> list[Event]:
         if not self._has_text:
@@ -207,5 +207,4 @@ _STEPS = {  # each takes text and returns what the next one has to take
     "gap": ThinkParser._gap,
     "answer": ThinkParser._answer,
     "trailer": ThinkParser._behind_answer,  # behind the answer's own end marker
-    "after": ThinkParser._after,
 }
