@@ -54,7 +54,7 @@ def warm_up(forward: Forward, manager: BlockManager, store: KvStore, limits: Eng
     room = min(spec.num_blocks for spec in manager.groups) * size
     num_tokens = max(1, min(_MOST_TOKENS[store.device.type], limits.max_num_tokens, limits.max_seq_len - 1, room))
     prefill = _sequence(manager, 0, num_tokens)
-    _hold(manager, prefill, num_tokens)
+    manager.grow(prefill.table, num_tokens, 0)
     run(SchedulerOutput(chunks=[(prefill, num_tokens)]))
     for computed in sorted({num_tokens // 2, num_tokens * 7 // 8} - {0}):
         prefill.computed = computed
@@ -63,7 +63,7 @@ def warm_up(forward: Forward, manager: BlockManager, store: KvStore, limits: Eng
     count = min(limits.max_batch_size, min(spec.num_blocks for spec in manager.groups))
     decodes = [_sequence(manager, slot, 1) for slot in range(count)]
     for sequence in decodes:
-        _hold(manager, sequence, 1)
+        manager.grow(sequence.table, 1, 0)
     for rows in sorted({min(rows, count) for rows in (1, 8, 32, count)} if forward.modules.uses_kernels else {count}):
         run(SchedulerOutput(decodes=decodes[:rows]))
     for sequence in decodes:
@@ -114,7 +114,7 @@ def _checked(manager: BlockManager, limits: EngineLimits) -> Iterator[tuple[Sequ
     count = max(1, min(_CHECKED_TOKENS, limits.max_num_tokens, limits.max_seq_len - 2, room - 1))
     sequence = _sequence(manager, 0, count)
     sequence.tokens = [7 * at % 97 for at in range(count)]
-    _hold(manager, sequence, count + 1)
+    manager.grow(sequence.table, count + 1, 0)
     try:
         yield sequence, count
     finally:
@@ -146,7 +146,3 @@ def _sequence(manager: BlockManager, slot: int, num_tokens: int) -> Sequence:
     sequence = Sequence((0, 0), request, [0] * num_tokens, num_tokens, 1, frozenset(), 0.0, manager.open())
     sequence.slot, sequence.mirrored = slot, [0] * len(manager.groups)
     return sequence
-
-
-def _hold(manager: BlockManager, sequence: Sequence, num_tokens: int) -> None:
-    manager.grow(sequence.table, num_tokens, 0)

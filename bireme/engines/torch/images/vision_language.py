@@ -1,5 +1,4 @@
-"""The language model of a vision-language checkpoint, in the form that runner and probe know: ids or embeddings in,
-logits of some rows out.
+"""The language model of a vision-language checkpoint, as `Modules` knows it: ids or embeddings in, logits out.
 
 Only the language model's attention is ours; the vision tower, if there is one, keeps its own.
 """

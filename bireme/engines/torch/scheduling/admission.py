@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,24 +26,15 @@ from bireme.messages import SamplingParams
 from bireme.serving_options import KvCacheRetentionConfig
 
 
+@dataclass(frozen=True, slots=True)
 class Admission:
-    def __init__(
-        self,
-        limits: EngineLimits,
-        manager: BlockManager,
-        sampler: Sampler[RequestKey],
-        eos_ids: tuple[int, ...],
-        guides: TorchGuides,
-        pictures: PictureStore | None = None,
-        merge_size: int = 0,
-    ) -> None:
-        """`merge_size`: of models with positions in three dimensions, model_config.PictureModel."""
-        self._limits = limits
-        self._manager = manager
-        self._sampler = sampler
-        self._eos_ids = eos_ids
-        self._guides = guides
-        self._store, self._merge_size = pictures, merge_size
+    limits: EngineLimits
+    manager: BlockManager
+    sampler: Sampler[RequestKey]
+    model_eos_ids: tuple[int, ...]
+    guides: TorchGuides
+    pictures: PictureStore | None = None
+    merge_size: int = 0  # of models with positions in three dimensions, model_config.PictureModel
 
     def admit(self, key: RequestKey, admitted: AdmittedRequest) -> Sequence:
         """Raises RequestError, with value, limit and remedy, for what this engine can never run."""
@@ -52,10 +44,10 @@ class Admission:
         if request.sampling.seed is None:  # one that may move to another engine has one already
             seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(64))
             request = msgspec.structs.replace(request, sampling=seeded)
-        pictures = pictures_of(admitted.pictures, num_prompt, self._merge_size)
+        pictures = pictures_of(admitted.pictures, num_prompt, self.merge_size)
         if pictures is not None and pictures.is_to_be_computed:
-            assert self._store is not None, "the gate lets no pictures through to a model of text alone"
-            self._store.check(pictures)
+            assert self.pictures is not None, "the gate lets no pictures through to a model of text alone"
+            self.pictures.check(pictures)
         now = time.monotonic()
         sequence = Sequence(
             key=key,
@@ -65,11 +57,11 @@ class Admission:
             max_tokens=admitted.max_tokens,
             stop_ids=frozenset((*eos_ids, *request.sampling.stop_token_ids)),
             arrived_at=now,
-            table=self._manager.open(
+            table=self.manager.open(
                 request.options.lora_name,
                 request.options.cache_salt,
                 pictures.spans if pictures else (),
-                block_retention(request.options.kv_cache_retention_config, num_prompt, self._limits.tokens_per_block),
+                block_retention(request.options.kv_cache_retention_config, num_prompt, self.limits.tokens_per_block),
             ),
             deadline=now + request.timeout_ms / 1e3 if request.timeout_ms else 0.0,
             params=admitted.params,
@@ -82,13 +74,13 @@ class Admission:
 
     def _check(self, admitted: AdmittedRequest, eos_ids: tuple[int, ...]) -> None:
         sampling, params, num_prompt = admitted.request.sampling, admitted.params, admitted.num_prompt
-        if not self._limits.enable_chunked_prefill and num_prompt > self._limits.max_num_tokens:
+        if not self.limits.enable_chunked_prefill and num_prompt > self.limits.max_num_tokens:
             raise RequestError(
-                f"prompt: {num_prompt} tokens; max_num_tokens is {self._limits.max_num_tokens} and"
+                f"prompt: {num_prompt} tokens; max_num_tokens is {self.limits.max_num_tokens} and"
                 " enable_chunked_prefill is false, so no step could take it; shorten it, raise the one or set the other"
             )
-        self._guides.check(sampling, eos_ids)
-        self._sampler.check(sampling, eos_ids)
+        self.guides.check(sampling, eos_ids)
+        self.sampler.check(sampling, eos_ids)
         if params is not None and len(params.first_gen_tokens) != 1:
             raise RequestError(
                 "disaggregated_params: generation_only needs what context_only returned, one token with it"
@@ -103,16 +95,16 @@ class Admission:
         """Return the ids that end this request by the model's or its own wish."""
         if sampling.ignore_eos:
             return ()
-        return self._eos_ids if sampling.end_id is None else (sampling.end_id,)
+        return self.model_eos_ids if sampling.end_id is None else (sampling.end_id,)
 
     def _check_fit(self, sequence: Sequence) -> None:
-        need = self._manager.worst_case(sequence.worst_length, self._limits.max_num_tokens)
-        if self._manager.can_ever_hold(need):
+        need = self.manager.worst_case(sequence.worst_length, self.limits.max_num_tokens)
+        if self.manager.can_ever_hold(need):
             return
-        have = [spec.num_blocks for spec in self._manager.groups]
+        have = [spec.num_blocks for spec in self.manager.groups]
         raise RequestError(
             f"max_tokens: {sequence.num_prompt} prompt and {sequence.max_tokens} generated tokens take {max(need)} KV"
-            f" blocks of {self._manager.tokens_per_block} tokens; the pool has {have[need.index(max(need))]};"
+            f" blocks of {self.manager.tokens_per_block} tokens; the pool has {have[need.index(max(need))]};"
             " ask for less, or raise kv_cache_config.max_tokens"
         )
 

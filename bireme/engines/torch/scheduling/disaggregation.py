@@ -7,6 +7,7 @@ posted to the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from bireme.disagg import DisaggregatedParams
@@ -74,24 +75,24 @@ class TorchExporter:
         sequence.lease = None
 
 
+@dataclass(frozen=True, slots=True)
 class TorchImporter:
     """Fetches the rows that a generation_only request does not find in our own pool."""
 
-    def __init__(self, transfer: KvTransfer, manager: BlockManager, store: KvStore, post: Post) -> None:
-        self._transfer = transfer
-        self._manager = manager
-        self._store = store
-        self._post = post
+    transfer: KvTransfer
+    manager: BlockManager
+    store: KvStore
+    post: Post
 
     def fetch(self, sequence: Sequence, done: Callable[[Sequence, BiremeError | None], None]) -> None:
         """Start it; `done` is posted when the last row has been written."""
         assert sequence.params is not None
         blocks, end = sequence.table.blocks, sequence.params.num_tokens
-        firsts = [max(sequence.computed, self._manager.first_visible(group, end)) for group in range(len(blocks))]
+        firsts = [max(sequence.computed, self.manager.first_visible(group, end)) for group in range(len(blocks))]
         sequence.imported_from = firsts
-        sequence.fetch = self._transfer.fetch(
+        sequence.fetch = self.transfer.fetch(
             sequence.params,
             firsts,
-            self._store.token_rows(blocks, end),
-            lambda error: self._post(partial(done, sequence, error)),
+            self.store.token_rows(blocks, end),
+            lambda error: self.post(partial(done, sequence, error)),
         )
