@@ -41,33 +41,20 @@ _WHY_GONE = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class TableLease:
     """One lease; made by LeaseTable.reserve. Thread-safe: every change happens under the table's lock."""
 
-    __slots__ = (
-        "_deadline",
-        "_is_copying",
-        "_release",
-        "_rows",
-        "_table",
-        "generation",
-        "is_canary",
-        "lease_id",
-        "num_tokens",
-        "state",
-    )
-
-    def __init__(self, table: LeaseTable, lease_id: int, generation: int, release: Callable[[], None]) -> None:
-        self.lease_id = lease_id
-        self.generation = generation
-        self.num_tokens = 0
-        self.is_canary = False
-        self.state = LeaseState.RESERVED
-        self._table = table
-        self._rows: TokenRows | None = None
-        self._release: Callable[[], None] | None = release  # None: has been called
-        self._deadline = 0.0
-        self._is_copying = False
+    _table: LeaseTable
+    lease_id: int
+    generation: int
+    _release: Callable[[], None] | None  # None: has been called
+    num_tokens: int = 0
+    is_canary: bool = False
+    state: LeaseState = LeaseState.RESERVED
+    _rows: TokenRows | None = None
+    _deadline: float = 0.0
+    _is_copying: bool = False
 
     def export(self, num_tokens: int, rows: TokenRows) -> None:
         """RESERVED -> EXPORTED. Does nothing after the lease's end (an abort was first)."""
