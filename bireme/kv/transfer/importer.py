@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,33 +94,27 @@ class FetchState(enum.Enum):
     ENDED = "ended"
 
 
+@dataclass(slots=True, eq=False)
 class RowFetch:
     """One fetch; made by LeasedTransfer.fetch."""
 
-    def __init__(
-        self,
-        params: DisaggregatedParams,
-        firsts: Sequence[int],
-        rows: TokenRows,
-        done: Done,
-        wake: Callable[[RowFetch], None],
-    ) -> None:
-        self.params = params
-        self.firsts = tuple(firsts)
-        self.rows = rows
-        self.number = 0
-        self.began_at = time.monotonic()
-        self.peer: Peer | None = None
-        self.plan: TransferPlan | None = None
-        self.state = FetchState.WAITING
-        self.since = self.began_at  # when it got into its state
-        self.inlet: Inlet | None = None  # None: not claimed
-        self.offer: wire.Offer | None = None
-        self.refusal: wire.Refuse | None = None
-        self.num_ready = self.num_loaded = 0  # chunks that are there; those whose rows are written
-        self.stopped: BiremeError | None = None  # ends the fetch before its next chunk
-        self._done: Done | None = done
-        self._wake = wake
+    params: DisaggregatedParams
+    firsts: tuple[int, ...]
+    rows: TokenRows
+    _done: Done | None
+    _wake: Callable[[RowFetch], None]
+    number: int = 0
+    began_at: float = field(default_factory=time.monotonic)
+    state: FetchState = FetchState.WAITING
+    since: float = 0.0  # when it got into its state
+    peer: Peer | None = None
+    plan: TransferPlan | None = None
+    inlet: Inlet | None = None  # None: not claimed
+    offer: wire.Offer | None = None
+    refusal: wire.Refuse | None = None
+    num_ready: int = 0  # chunks that are there
+    num_loaded: int = 0  # those whose rows are written
+    stopped: BiremeError | None = None  # ends the fetch before its next chunk
 
     @property
     def has_all(self) -> bool:

@@ -111,7 +111,7 @@ class LeasedTransfer:
         return self._table.reserve(release)
 
     def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> Fetch:
-        fetch = RowFetch(params, firsts, rows, done, self._wake_cancelled)
+        fetch = RowFetch(params, tuple(firsts), rows, done, self._wake_cancelled)
         if not self._mailbox.post(lambda: self._importer.begin(fetch)):
             self._copier.call(partial(fetch.finish, EngineLostError("the decode engine is stopping")))
         return fetch
