@@ -155,7 +155,7 @@ class KvEventReader:
         salts = {str(block.get("cache_salt") or data.get("cache_salt") or "") for block in blocks}
         if len(salts) > 1:
             logger.error("kv_event_dropped reason=several salts")
-        elif any(len(_tokens(block)) > self._size for block in blocks):
+        elif any(len(block.get("tokens") or ()) > self._size for block in blocks):
             logger.error("kv_event_dropped reason=block too long")
         else:
             return str(data.get("lora_name") or ""), next(iter(salts), "")
