@@ -42,7 +42,7 @@ _MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
 _LONGEST_SOCKET_NAME = 40
 # The engine process's imports among bireme's own requirements; this environment has them.
 _OF_EVERY_ENGINE = ("msgspec", "numpy", "tokenizers", "xxhash", "yaml", "zmq")
-KV = CHECKOUT / "bireme" / "kv"
+KERNELS = CHECKOUT / "bireme" / "kv" / "kernels"
 _FIND_MODULES = "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if u.find_spec(m) is None))"
 
 
@@ -213,7 +213,7 @@ def _check_model_folder(folder: Path, needs_weights: bool) -> list[str]:
     return []
 
 
-def unkept_code(recipe: Recipe, environment: Mapping[str, str] = os.environ, package: Path = KV) -> str:
+def unkept_code(recipe: Recipe, environment: Mapping[str, str] = os.environ, package: Path = KERNELS) -> str:
     """Return why routing's compiled code is made anew at each start; "": it is kept, or not needed.
 
     numba takes the first of these places that it can write.

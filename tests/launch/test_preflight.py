@@ -1,6 +1,7 @@
 """Each missing prerequisite has one clear message with its remedy."""
 
 import errno
+import importlib.util
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from bireme.config import EngineConfig, Recipe, WorkerEntry
 from bireme.errors import ConfigError
+from bireme.kv.compile import KERNELS
 from bireme.launch import installation, preflight
 from bireme.launch.installation import Installation, find_installation
 from bireme.launch.ports import Listener
@@ -248,6 +250,11 @@ def test_a_read_only_install_is_told_before_it_compiles_at_every_start(tmp_path,
     recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="mocker", replicas=2)}, name="m")
     message = preflight.unkept_code(recipe, environment, tmp_path / "package")
     assert ("set NUMBA_CACHE_DIR" in message) is is_told
+
+
+def test_where_compiled_code_is_kept_is_where_it_is_compiled():
+    folders = {Path(importlib.util.find_spec(name).origin).parent for name in KERNELS}
+    assert folders == {preflight.KERNELS}
 
 
 def test_where_nobody_routes_by_kv_no_compiled_code_is_missed(tmp_path):
