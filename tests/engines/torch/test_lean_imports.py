@@ -62,6 +62,11 @@ def run(code, *arguments):
     return done.stdout.splitlines()
 
 
+def test_numba_is_loaded_for_pictures_and_not_for_text_alone():
+    pytest.importorskip("numba")
+    run("import sys; import bireme.engines.torch.loading; assert 'numba' not in sys.modules")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision imports the compiler")
 @pytest.mark.parametrize("code", [START, MAP], ids=["start", "map"])
 def test_a_started_engine_has_imported_neither_compiler_nor_distributed_tensors_nor_symbols(tiny, code):

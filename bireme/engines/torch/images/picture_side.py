@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bireme.engines.torch.images.embedding_pool import start_share
 from bireme.engines.torch.images.picture_store import PictureStore
 from bireme.engines.torch.images.tensor_rows import layout_of
 from bireme.engines.torch.images.vision_language import VisionLanguageModel
@@ -34,6 +33,7 @@ def open_pictures(setup: Setup, model: Any) -> PictureSide:
     if not is_picture_model(checkpoint.name):
         return PictureSide(model)
     try:
+        from bireme.engines.torch.images.embedding_pool import start_share  # and with it numba
         from bireme.engines.torch.images.encoder_engine import make_encoder
     except ModuleNotFoundError as error:
         raise ConfigError(f"{checkpoint.name}: pictures need {error.name}; pip install -e .[multimodal]") from error
