@@ -76,6 +76,6 @@ def _misshapen(keyword: str, value: Any) -> str:
 def _names_in(keyword: str, value: Any) -> Iterator[Any]:
     if keyword == "required":
         yield from value
-    elif keyword in ("dependentRequired", "dependencies"):
+    elif keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         for needed in value.values():
             yield from needed if isinstance(needed, list) else ()

@@ -56,6 +56,7 @@ def grammars():
         ({"type": [{}]}, "type {}"),
         ({"type": "object", "required": [1]}, "required: a int among the names"),
         ({"dependentRequired": {"a": [{}]}}, "dependentRequired: a dict among the names"),
+        ({"dependentSchemas": {"a": [1]}}, "dependentSchemas: a int among the names"),
         ({"enum": [{"a": 1}], "properties": {"a": {"minimum": "x"}}}, "minimum: a str"),
         ({"enum": ["a"], "not": {"maxLength": "x"}}, "maxLength: a str"),
         ({"$defs": CHAIN, "$ref": "#/$defs/d0"}, "nested too deeply"),
