@@ -42,14 +42,14 @@ class Sampling:
     params: SamplingParams
     bad_words: tuple[str, ...] = ()
     bias_words: tuple[tuple[str, float], ...] = ()
-    priority: float = 0.5  # as it was read: what holds is in the request's options, as is the adapter
+    priority: float = 0.5  # as it was read: what holds is in the request's options
     lora_name: str = ""  # from sampling_parameters, where vllm_backend has it
 
     def complete(self, options: ServingOptions) -> ServingOptions:
-        """Return the options with what is read among the sampling values."""
-        if self.priority == options.priority and self.lora_name == options.lora_name:
+        """Return the options with the priority, which is read among the sampling values."""
+        if self.priority == options.priority:
             return options
-        return msgspec.structs.replace(options, priority=self.priority, lora_name=self.lora_name)
+        return msgspec.structs.replace(options, priority=self.priority)
 
     def resolve(self, encode: EncodeText) -> SamplingParams:
         """Return the parameters with words as ids; bias of a word goes to each of its tokens."""

@@ -9,9 +9,11 @@ from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.errors import ConfigError, RequestError
 from bireme.messages import SamplingParams
+from bireme.pipelines.chat_request import parse_chat
 from bireme.request import check_ids, parse_generate
 from bireme.sampling import Sampling, check_defaults, expand, with_seed
 from bireme.specs import GENERATE
+from bireme.stages.requests import parse_stage_request
 from bireme.types import Inputs, RequestInfo
 
 NUMPY = {"BYTES": object, "INT32": np.int32, "FP32": np.float32, "BOOL": bool, "UINT64": np.uint64}
@@ -252,6 +254,18 @@ def test_vllm_refuses_the_echo_when_streaming():
 def test_lora_of_vllm_comes_in_its_json():
     assert parse(sampling_parameters=b'{"lora_name": "a"}').options.lora_name == "a"
     assert parse(sampling_parameters=b'{"lora_name": "a"}', lora_name=b"b").options.lora_name == "b"
+
+
+def test_an_adapter_is_named_by_a_text_request_or_by_the_tensor():
+    made, ids = recipe(sampling={"lora_name": "a"}), np.array([1], np.int32)
+    assert parse(settings={"sampling": {"lora_name": "a"}}).options.lora_name == "a"
+    assert (
+        parse_chat(b'{"model": "test", "messages": [{"role": "user", "content": "hi"}]}', made).options.lora_name == ""
+    )
+    for values, adapter in (({}, ""), ({"lora_name": "b"}, "b")):
+        inputs = Inputs({}, RequestInfo(parameters={"lora_name": "b"}))
+        request = parse_stage_request({"input_ids": ids, **values}, inputs, made, lambda text: [])
+        assert request.engine.options.lora_name == adapter
 
 
 def test_the_clients_timeout_beats_the_recipes():

@@ -53,7 +53,7 @@ def parse_stage_request(values: Mapping[str, Any], inputs: Tensors, recipe: Reci
         prompt=prompt,
         sampling=with_seed(_single(sampling).resolve(encode)),
         num_resumed=num_resumed,
-        options=read_options(values, sampling.priority, sampling.lora_name),
+        options=read_options(values, sampling.priority, values.get("lora_name", "")),
         timeout_ms=timeout_ms(inputs, recipe),
         multimodal=values.get("multimodal"),
     )
