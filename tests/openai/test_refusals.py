@@ -131,6 +131,11 @@ async def test_a_wrong_completion_is_a_400(frontend, name):
     assert reply.status == 400, reply.data
 
 
+async def test_a_wrong_prompt_is_named_before_a_wrong_sampling_value(frontend):
+    reply = await (await frontend()).complete(prompt=["x", 1], temperature=9).end()
+    assert reply.json()["error"]["param"] == "prompt[1]"
+
+
 async def test_prompts_are_not_scored_where_the_engine_cannot(frontend):
     bench = await frontend(workers={"decode": {"engine": "trtllm"}})
     reply = await bench.complete(echo=True, logprobs=1).end()

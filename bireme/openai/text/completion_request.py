@@ -69,9 +69,9 @@ def check_completion(body: CompletionBody, recipe: Recipe) -> CompletionRequest:
         raise RequestError("max_tokens: 0; without echo there is nothing to answer, send 1 or more, or echo true")
     if body.echo and body.logprobs is not None:
         _check_scores_prompts(recipe)
-    sampling = _sampling(body, options, recipe)
+    prompts, sampling = _prompts(body.prompt, recipe.limits), _sampling(body, options, recipe)
     return CompletionRequest(
-        prompts=_prompts(body.prompt, recipe.limits),
+        prompts=prompts,
         sampling=sampling,
         options=sampling.complete(options.serving),
         logprobs=body.logprobs,
