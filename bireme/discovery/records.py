@@ -71,7 +71,7 @@ def can_transfer(source: WorkerRecord, target: WorkerRecord) -> bool:
 
 def key_id(key: bytes) -> str:
     """Return a name for key and scheme that tells nothing about the key."""
-    return hashlib.blake2b(b"bireme deployment 2", key=key, digest_size=8).hexdigest()
+    return hashlib.blake2b(b"bireme deployment 3", key=key, digest_size=8).hexdigest()
 
 
 def launch_id(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Which workers serve a recipe: own ones, those of other servers, and who is refused."""
 
+import hashlib
 import os
 
 import msgspec
@@ -200,3 +201,9 @@ def test_a_launch_and_a_worker_of_it_are_asked_to_drain_apart(tmp_path):
 
 def test_a_key_s_name_says_nothing_about_the_key():
     assert key_id(b"a" * 16) != key_id(b"b" * 16) and len(key_id(b"a" * 16)) == 16
+
+
+def test_a_version_whose_requests_have_no_struct_of_options_is_told_by_its_key_id():
+    """It would not see a request's salt, adapter and priority."""
+    former = hashlib.blake2b(b"bireme deployment 2", key=b"a" * 16, digest_size=8).hexdigest()
+    assert key_id(b"a" * 16) != former
