@@ -6,7 +6,7 @@ import collections
 import gc
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # thousands of tests and what they import stay: looking through them takes the collector a second
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests and what they import stay: the collector looks through them neither now nor later."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def _is_of_servers(item: pytest.Item) -> bool:
