@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bireme.engines.trtllm.launchers import drop_launchers
+from bireme.own_process import load_with_little_gc
 from tests.gpu.trtllm_proof.bench import Bench, Failed, Skipped
 from tests.gpu.trtllm_proof.lives import LIVES, Row
 
@@ -29,6 +30,7 @@ _TAIL = 12  # lines of a traceback
 
 def main() -> None:
     name, folder, descriptor = sys.argv[1:]
+    load_with_little_gc()  # as bireme's own engine processes
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -76,9 +76,11 @@ class BaseLLM:
     def _load(self) -> None:
         import torch
 
+        from bireme.engines.torch.weights.lean_imports import import_transformers
         from tensorrt_llm import _model
         from tensorrt_llm._executor import Executor
 
+        import_transformers()  # its whole would be half of the CPU that this engine's start takes
         folder = Path(self.args.model)
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder}: no config.json")
