@@ -24,7 +24,7 @@ import msgspec
 from bireme import best_effort
 from bireme.serving_options import NO_OPTIONS, ServingOptions
 
-VERSION = 1
+VERSION = 2  # of the forms below, compared by both ends of each connection; 2: options in a struct
 STUB = 0
 CONTROL = 0xFFFFFFFF
 
