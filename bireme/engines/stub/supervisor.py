@@ -190,6 +190,7 @@ class Supervisor:
                     return
                 if not self._stopping.wait(self._plan_restart(str(error))):
                     self._metrics.add("bireme_engine_restarts_total", 1, cause)
+            self._fail_start(UnavailableError(f"{self._worker} is stopping"))  # where it was to sleep at first
         except Exception as error:
             self._logger.exception("supervisor_failed worker=%s", self._worker)
             self._give_up(f"its supervisor failed: {error}")

@@ -437,6 +437,20 @@ def test_a_worker_that_is_not_in_the_recipe_is_refused(make_recipe, tmp_path):
         EngineClient(make_recipe(), "prefill", Registry("prefill"), logging.getLogger("test"), run_dir=tmp_path)
 
 
+def test_a_start_ends_where_a_stop_comes_before_any_life(make_recipe, tmp_path):
+    client = EngineClient(make_recipe(), "decode", Registry("decode"), logging.getLogger("test"), tmp_path)
+    client.stop()
+    refused = []
+
+    def start():
+        with pytest.raises(UnavailableError, match="decode is stopping") as error:
+            client.start()
+        refused.append(error)
+
+    threading.Thread(target=start, daemon=True).start()
+    wait_for(lambda: refused)
+
+
 def test_a_long_run_directory_still_gets_sockets(make_recipe, tmp_path):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
