@@ -237,8 +237,8 @@ class Supervisor:
             watch.refusal = UnavailableError(f"{self._worker}: its supervisor failed: {to_message(failure)}")
         self._move(_Phase.IDLE)
         work = b"" if is_stopped(life.pid) else life.work.read()  # a stopped one would have gone on with its work
-        how = life.end()
-        culprit = _culprit(work, watch.verdict, how)
+        how, verdict = life.end(), watch.verdict
+        culprit = culprit_of(work, verdict.still_s if verdict else 0.0) if verdict or how in _CRASHES else None
         error = self._ended(watch, how, culprit)
         self._state = str(error)
         self._metrics.set("bireme_engine_up", 0)
@@ -290,31 +290,36 @@ class Supervisor:
                 self._take(watch, data)
             if has_exited:
                 return
-            if self._phase is _Phase.STOPPING:
-                if time.monotonic() >= watch.due_at:
-                    return
-            elif self._stopping.is_set():
-                self._terminate(watch)
-            elif time.monotonic() >= watch.due_at:
-                (self._await_hello if self._phase is _Phase.STARTING else self._ping)(watch)
+            is_due = time.monotonic() >= watch.due_at
+            if is_due and self._phase is _Phase.STOPPING:
+                return
+            if is_due:
+                self._look(watch)
+            if self._phase is not _Phase.STOPPING and (self._stopping.is_set() or watch.cause == "sleep"):
+                self._move(_Phase.STOPPING)
+                life.signal(signal.SIGTERM)  # it has time to end by itself; `Life.end` kills it afterwards
+                watch.due_at = time.monotonic() + _STOP_S
 
-    def _await_hello(self, watch: _Watch) -> None:
-        now, limit_s = time.monotonic(), self._config.start_timeout_s
-        watch.due_at = now + self._config.ping_interval_s
-        if run_folder.must_sleep(self._run_dir, self._worker):
-            watch.cause = "sleep"
-            self._terminate(watch)
-        elif now - watch.life.began_at > limit_s:
-            raise UnavailableError(f"{self._worker} was not ready in supervisor.start_timeout_s = {limit_s:g} s")
-
-    def _ping(self, watch: _Watch) -> None:
-        """Also tell it to drain once it is to sleep; see whether it has, and whether it must be killed."""
+    def _look(self, watch: _Watch) -> None:
+        """Ping it, if it is ready. See whether it must end: it takes too long to start, hangs, or is to sleep and has
+        drained.
+        """
         life, now = watch.life, time.monotonic()
         watch.due_at = now + self._config.ping_interval_s
+        must_sleep = run_folder.must_sleep(self._run_dir, self._worker)
+        if self._phase is _Phase.STARTING:
+            if must_sleep:
+                watch.cause = "sleep"
+            elif now - life.began_at > (limit_s := self._config.start_timeout_s):
+                raise UnavailableError(f"{self._worker} was not ready in supervisor.start_timeout_s = {limit_s:g} s")
+            return
+        if (standby := self._standby) is not None and standby.process.has_exited:
+            self._standby = None
+            self._logger.warning("standby_lost worker=%s pid=%d", self._worker, standby.process.pid)
+            standby.end()
         watch.num_pings += 1
-        self._look_after_standby()
         commands: list[Command] = [Ping(watch.num_pings)]
-        if self._phase is _Phase.READY and run_folder.must_sleep(self._run_dir, self._worker):
+        if self._phase is _Phase.READY and must_sleep:
             self._move(_Phase.DRAINING)
             watch.drain_ping, watch.drain_end = watch.num_pings, now + _SLEEP_DRAIN_S
             commands.insert(0, Drain())
@@ -323,33 +328,11 @@ class Supervisor:
             life.send(frame(STUB, encode(Commands(life.number, commands))))
         if self._phase is _Phase.DRAINING and (watch.heartbeat.idle_ping > watch.drain_ping or now >= watch.drain_end):
             watch.cause = "sleep"
-            self._terminate(watch)
         elif (verdict := watch.heartbeat.check()) is not None:
             if verdict.cause == "stall":
                 life.signal(signal.SIGUSR1)  # it writes where
                 time.sleep(_STACKS_S)
             watch.cause, watch.verdict = verdict.cause, verdict
-
-    def _terminate(self, watch: _Watch) -> None:
-        """Give it the time to end by itself; `Life.end` kills it afterwards."""
-        self._move(_Phase.STOPPING)
-        watch.life.signal(signal.SIGTERM)
-        watch.due_at = time.monotonic() + _STOP_S
-
-    def _prepare_next(self) -> None:
-        if not self._config.standby:
-            return
-        environment = engine_environment(self._recipe, self._worker, self._run_dir)
-        try:
-            self._standby = Standby(self._worker, find_python(environment), environment)
-        except OSError as error:  # the next life starts as the first one did
-            self._logger.warning("no_standby worker=%s error=%s", self._worker, error)
-
-    def _look_after_standby(self) -> None:
-        if (standby := self._standby) is not None and standby.process.has_exited:
-            self._standby = None
-            self._logger.warning("standby_lost worker=%s pid=%d", self._worker, standby.process.pid)
-            standby.end()
 
     def _take_hello(self, watch: _Watch, data: bytes) -> None:
         """Serve, if the frame is its hello. Raises the child's error."""
@@ -375,7 +358,12 @@ class Supervisor:
         self._owner.on_ready(life, message)
         self._logger.info("engine_ready worker=%s life=%d load_s=%.2f", self._worker, life.number, load_s)
         self._has_started.set()
-        self._prepare_next()
+        if self._config.standby:
+            environment = engine_environment(self._recipe, self._worker, self._run_dir)
+            try:
+                self._standby = Standby(self._worker, find_python(environment), environment)
+            except OSError as error:  # the next life starts as the first one did
+                self._logger.warning("no_standby worker=%s error=%s", self._worker, error)
         watch.heartbeat.begin()
         watch.due_at = 0.0
 
@@ -426,13 +414,6 @@ class Supervisor:
             is_told = isinstance(error, (ConfigError, UnavailableError))
             self._failure = error if is_told else UnavailableError(f"{self._worker}: {to_message(error)}")
             self._has_started.set()
-
-
-def _culprit(work: bytes, verdict: Verdict | None, how: str) -> Culprit | None:
-    """None: it can't be told."""
-    if verdict is not None:
-        return culprit_of(work, verdict.still_s)
-    return culprit_of(work, 0.0) if how in _CRASHES else None
 
 
 def _waits_for_machine(life: Life) -> bool:
