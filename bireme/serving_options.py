@@ -129,6 +129,7 @@ def check_retention(
         raise RequestError(
             f"{where}.token_range_retention_configs: {len(ranges)} ranges; the limit is {MAX_RETENTION_RANGES}"
         )
+    levels: list[tuple[str, int, str, int | None]] = []
     for at, one in enumerate(ranges):
         name = f"{where}.token_range_retention_configs[{at}]"
         if one.token_start < 0 or (one.token_end is not None and one.token_end <= one.token_start):
@@ -136,11 +137,16 @@ def check_retention(
                 f"{name}: tokens {one.token_start} to {one.token_end}; token_start is 0 or more, token_end is"
                 " behind it, or null for the prompt's end"
             )
-        _check_level(f"{name}.priority", one.priority, f"{name}.duration_ms", one.duration_ms)
-    _check_level(
+        levels.append((f"{name}.priority", one.priority, f"{name}.duration_ms", one.duration_ms))
+    levels.append((
         f"{where}.decode_retention_priority", config.decode_retention_priority,
         f"{where}.decode_duration_ms", config.decode_duration_ms,
-    )  # fmt: skip
+    ))  # fmt: skip
+    for priority_name, priority, duration_name, duration_ms in levels:
+        if not 0 <= priority <= 100:
+            raise RequestError(f"{priority_name}: {priority}; 0 to 100, higher is kept longer")
+        if duration_ms is not None and not 1 <= duration_ms <= MAX_INT32:
+            raise RequestError(f"{duration_name}: {duration_ms}; 1 to {MAX_INT32} milliseconds, or null for good")
     for before, after in pairwise(sorted(ranges, key=lambda one: one.token_start)):
         if before.token_end is None or before.token_end > after.token_start:
             raise RequestError(
@@ -148,10 +154,3 @@ def check_retention(
                 f" {after.token_start} overlap; end the first before the second begins"
             )
     return config
-
-
-def _check_level(priority_name: str, priority: int, duration_name: str, duration_ms: int | None) -> None:
-    if not 0 <= priority <= 100:
-        raise RequestError(f"{priority_name}: {priority}; 0 to 100, higher is kept longer")
-    if duration_ms is not None and not 1 <= duration_ms <= MAX_INT32:
-        raise RequestError(f"{duration_name}: {duration_ms}; 1 to {MAX_INT32} milliseconds, or null for good")

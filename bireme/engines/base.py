@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from bireme.config import EngineConfig, Limits, MediaLimits
 from bireme.disagg import DisaggregatedParams
-from bireme.errors import ResourceExhaustedError, UnavailableError
 from bireme.kv.blocks.events import KvEvent
 from bireme.kv.transfer.base import KvTransfer
 from bireme.messages import Capacity, EncodeRequest, EngineRequest, Finish, TokenLogprobs
@@ -109,20 +108,6 @@ class Emit(Protocol):
     """Takes the output of one engine step; thread-safe, never blocks. If a request is in both, `plain` came first."""
 
     def __call__(self, step: int, deltas: list[StepOutput], plain: PlainTokens | None = None) -> None: ...
-
-
-def check_open(worker: str, is_draining: bool) -> None:
-    """Raises UnavailableError."""
-    if is_draining:
-        raise UnavailableError(f"{worker} is draining; send it to another worker, or try again")
-
-
-def check_room(num_waiting: int, limit: int, num_places: int = 0) -> None:
-    """Raises ResourceExhaustedError. `num_places`: of the batch; who finds one does not wait."""
-    if num_waiting >= limit + num_places:
-        raise ResourceExhaustedError(
-            f"queue: {num_waiting} requests wait; scheduler_config.max_queue_size is {limit}; try again later"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from bireme import disagg
 from bireme.canary_mark import is_canary
 from bireme.config import Limits
 from bireme.engines.base import AdmittedRequest, AdmittedTexts
-from bireme.errors import RequestError
+from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.guides import parse_guide
 from bireme.messages import Capacity, EmbedRequest, EngineRequest, SamplingParams
 from bireme.multimodal.wire import OpenedItem, identity_of, open_multimodal
@@ -48,12 +48,20 @@ class Gate:
         if not self.capacity.vocab_size:
             raise RequestError(f"request_type: {request.request_type}; this worker takes pictures, no prompts")
         ids = self._prompt_ids(request)
-        self._check_request(request)
+        options, num_ranks = request.options, self.capacity.attention_dp_size
+        check_options(options)
+        if request.timeout_ms < 0:
+            raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
+        if request.dp_rank is not None and not 0 <= request.dp_rank < num_ranks:
+            raise RequestError(f"dp_rank: {request.dp_rank}; this worker has ranks 0 to {num_ranks - 1}")
+        if options.lora_name and options.lora_name not in self.capacity.lora_names:
+            known = ", ".join(self.capacity.lora_names) or "none, leave it out"
+            raise RequestError(f"lora_name: no adapter {options.lora_name[:100]!r}; this worker has {known}")
         pictures = self._open_pictures(request, ids[: len(ids) - request.num_resumed])
         check_sampling(request.sampling, self.capacity.vocab_size, self.limits)
         sampling = self._resolve_lengths(request, len(ids) - request.num_resumed)
         self._check_type(request)
-        digest, options = "", request.options
+        digest = ""
         if request.request_type != "context_and_generation":
             media = identity_of(pictures)
             digest = disagg.prompt_digest(request.prompt, options.cache_salt, options.lora_name, media)
@@ -126,18 +134,6 @@ class Gate:
             if limit is not None and num_own > limit:
                 raise RequestError(f"prompt: {num_own} tokens; {name} is {limit}; shorten the prompt or raise it")
 
-    def _check_request(self, request: EngineRequest) -> None:
-        options = request.options
-        check_options(options)
-        if request.timeout_ms < 0:
-            raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
-        num_ranks = self.capacity.attention_dp_size
-        if request.dp_rank is not None and not 0 <= request.dp_rank < num_ranks:
-            raise RequestError(f"dp_rank: {request.dp_rank}; this worker has ranks 0 to {num_ranks - 1}")
-        if options.lora_name and options.lora_name not in self.capacity.lora_names:
-            known = ", ".join(self.capacity.lora_names) or "none, leave it out"
-            raise RequestError(f"lora_name: no adapter {options.lora_name[:100]!r}; this worker has {known}")
-
     def _open_pictures(self, request: EngineRequest, prompt: npt.NDArray[np.int32]) -> tuple[OpenedItem, ...]:
         """Checked against the prompt, with their handles opened."""
         placeholder = self.capacity.image_token_id
@@ -197,6 +193,19 @@ class Gate:
             raise RequestError(f"request_type: {kind}; a prefill worker serves context_only, send it to decode")
         if self.stage == "decode" and kind == "context_only":
             raise RequestError("request_type: context_only; send it to a prefill worker")
+
+
+def check_open(worker: str, is_draining: bool, num_waiting: int = 0, limit: int = 1, num_places: int = 0) -> None:
+    """For engines: raises UnavailableError, or ResourceExhaustedError where too many wait.
+
+    `num_places`: of the batch; who finds one does not wait.
+    """
+    if is_draining:
+        raise UnavailableError(f"{worker} is draining; send it to another worker, or try again")
+    if num_waiting >= limit + num_places:
+        raise ResourceExhaustedError(
+            f"queue: {num_waiting} requests wait; scheduler_config.max_queue_size is {limit}; try again later"
+        )
 
 
 def _check_places(items: tuple[OpenedItem, ...], is_placeholder: npt.NDArray[np.bool_]) -> None:

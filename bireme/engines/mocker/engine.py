@@ -26,10 +26,9 @@ from bireme.engines.base import (
     PlainTokens,
     RequestKey,
     StepOutput,
-    check_open,
-    check_room,
 )
 from bireme.engines.child.step_log import StepLog
+from bireme.engines.child.validate import check_open
 from bireme.engines.mocker.blocks import BlockContent, Holding, MockBlockPool
 from bireme.engines.mocker.metrics import MockMetrics
 from bireme.engines.mocker.pace import Pace
@@ -116,8 +115,7 @@ class MockEngine:
         if admitted.request.sampling.guided_decoding is not None:
             raise RequestError("guided_decoding: the mocker does not choose its tokens; leave it out")
         with self._lock:
-            check_open(self._context.worker, self._is_draining)
-            check_room(self._num_queued, self._max_queue_size)
+            check_open(self._context.worker, self._is_draining, self._num_queued, self._max_queue_size)
             self._num_queued += 1
             self._num_submitted += 1
             order = self._num_submitted

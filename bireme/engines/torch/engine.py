@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, check_open, check_room
+from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
 from bireme.engines.child.lost_device import EXIT_BROKEN
+from bireme.engines.child.validate import check_open
 from bireme.engines.torch.images.encode_side import EncodeSide
 from bireme.engines.torch.loading import LoadedEngine
 from bireme.engines.torch.scheduling.core import BrokenEngineError, EngineCore
@@ -121,9 +122,10 @@ class TorchEngine(EncodeSide):
             self._wake.notify()
 
     def _check_open(self, loaded: LoadedEngine) -> None:
-        check_open(self._context.worker, self._is_draining or self._is_stopping)
         limits, waiting = loaded.limits, loaded.core.num_waiting + loaded.core.num_preparing + self._num_submitted
-        check_room(waiting, limits.max_queue_size, limits.max_batch_size - loaded.core.num_running)
+        num_places = limits.max_batch_size - loaded.core.num_running
+        is_draining = self._is_draining or self._is_stopping
+        check_open(self._context.worker, is_draining, waiting, limits.max_queue_size, num_places)
 
     def _run(self, core: EngineCore) -> None:
         import torch

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey, check_open, check_room
+from bireme.engines.base import AdmittedRequest, Emit, EngineContext, EngineProgress, RequestKey
+from bireme.engines.child.validate import check_open
 from bireme.engines.torch.images.encode_side import EncodeSide
 from bireme.engines.trtllm import lifecycle, processes
 from bireme.engines.trtllm.loading import Loaded, load, measured
@@ -65,8 +66,9 @@ class TrtllmEngine(EncodeSide):
     def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
         loaded, requests = self._loaded, self._requests
         assert loaded is not None and requests is not None, "start first"
-        check_open(self._context.worker, self._is_draining or self._is_stopping)
-        check_room(requests.num_open - loaded.num_places, self._context.config.scheduler_config.max_queue_size)
+        limit = self._context.config.scheduler_config.max_queue_size
+        is_draining = self._is_draining or self._is_stopping
+        check_open(self._context.worker, is_draining, requests.num_open - loaded.num_places, limit)
         state = loaded.planner.plan(key, admitted)
         requests.num_submitted += 1
         requests.num_submitted_tokens += state.num_to_compute

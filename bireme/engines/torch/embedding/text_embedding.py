@@ -26,10 +26,9 @@ from bireme.engines.base import (
     EngineProgress,
     RequestKey,
     StepOutput,
-    check_open,
-    check_room,
 )
 from bireme.engines.child.lost_device import leave_if_lost
+from bireme.engines.child.validate import check_open
 from bireme.engines.torch.embedding.text_embedding_model import TextEmbeddingModel
 from bireme.engines.torch.weights.lean_imports import import_transformers
 from bireme.errors import (
@@ -116,8 +115,7 @@ class TorchEmbeddingEngine:
 
     def embed(self, key: RequestKey, admitted: AdmittedTexts) -> None:
         with self._changed:
-            check_open(self._context.worker, self._is_draining)
-            check_room(len(self._jobs), self._config.max_queue_size)
+            check_open(self._context.worker, self._is_draining, len(self._jobs), self._config.max_queue_size)
             self._jobs.append(_EmbedJob(key, admitted))
             self._changed.notify()
 

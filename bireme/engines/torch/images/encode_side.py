@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bireme.engines.base import EngineContext, RequestKey, check_open
+from bireme.engines.base import EngineContext, RequestKey
+from bireme.engines.child.validate import check_open
 from bireme.messages import EncodeRequest
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ Runs on the caller's thread, so it only reads constants. The gate has checked ev
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -38,9 +39,24 @@ class Admission:
 
     def admit(self, key: RequestKey, admitted: AdmittedRequest) -> Sequence:
         """Raises RequestError, with value, limit and remedy, for what this engine can never run."""
-        request, num_prompt = admitted.request, admitted.num_prompt
+        request, params, num_prompt = admitted.request, admitted.params, admitted.num_prompt
         eos_ids = self.eos_ids(request.sampling)
-        self._check(admitted, eos_ids)
+        if not self.limits.enable_chunked_prefill and num_prompt > self.limits.max_num_tokens:
+            raise RequestError(
+                f"prompt: {num_prompt} tokens; max_num_tokens is {self.limits.max_num_tokens} and"
+                " enable_chunked_prefill is false, so no step could take it; shorten it, raise the one or set the other"
+            )
+        self.guides.check(request.sampling, eos_ids)
+        self.sampler.check(request.sampling, eos_ids)
+        if params is not None and len(params.first_gen_tokens) != 1:
+            raise RequestError(
+                "disaggregated_params: generation_only needs what context_only returned, one token with it"
+            )
+        if params is not None and request.sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs: they are made by prefill, whose answer has them; leave it out of generation_only,"
+                " or send context_and_generation"
+            )
         if request.sampling.seed is None:  # one that may move to another engine has one already
             seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(64))
             request = msgspec.structs.replace(request, sampling=seeded)
@@ -64,32 +80,13 @@ class Admission:
                 block_retention(request.options.kv_cache_retention_config, num_prompt, self.limits.tokens_per_block),
             ),
             deadline=now + request.timeout_ms / 1e3 if request.timeout_ms else 0.0,
-            params=admitted.params,
+            params=params,
             pictures=pictures,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not request.num_resumed,
             is_canary=admitted.is_canary,
         )
         self._check_fit(sequence)
         return sequence
-
-    def _check(self, admitted: AdmittedRequest, eos_ids: tuple[int, ...]) -> None:
-        sampling, params, num_prompt = admitted.request.sampling, admitted.params, admitted.num_prompt
-        if not self.limits.enable_chunked_prefill and num_prompt > self.limits.max_num_tokens:
-            raise RequestError(
-                f"prompt: {num_prompt} tokens; max_num_tokens is {self.limits.max_num_tokens} and"
-                " enable_chunked_prefill is false, so no step could take it; shorten it, raise the one or set the other"
-            )
-        self.guides.check(sampling, eos_ids)
-        self.sampler.check(sampling, eos_ids)
-        if params is not None and len(params.first_gen_tokens) != 1:
-            raise RequestError(
-                "disaggregated_params: generation_only needs what context_only returned, one token with it"
-            )
-        if params is not None and sampling.prompt_logprobs is not None:
-            raise RequestError(
-                "prompt_logprobs: they are made by prefill, whose answer has them; leave it out of generation_only,"
-                " or send context_and_generation"
-            )
 
     def eos_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Return the ids that end this request by the model's or its own wish."""
@@ -115,24 +112,16 @@ def block_retention(
     """Return how a block is kept, by its index: the range of its first token counts, and none leaves it as it is."""
     if config is None:
         return None
-    generated = _retention(config.decode_retention_priority, config.decode_duration_ms)
+    asked = [(num_prompt, math.inf, config.decode_retention_priority, config.decode_duration_ms)]  # what is generated
+    for one in config.token_range_retention_configs:
+        asked.append((one.token_start, one.token_end or num_prompt, one.priority, one.duration_ms))
     ranges = [
-        (
-            one.token_start,
-            num_prompt if one.token_end is None else one.token_end,
-            _retention(one.priority, one.duration_ms),
-        )
-        for one in config.token_range_retention_configs
+        (begin, end, Retention(priority, None if duration_ms is None else duration_ms / 1000))
+        for begin, end, priority, duration_ms in asked
     ]
 
     def retention_of(index: int) -> Retention | None:
         first = index * tokens_per_block
-        if first >= num_prompt:
-            return generated
         return next((retention for begin, end, retention in ranges if begin <= first < end), None)
 
     return retention_of
-
-
-def _retention(priority: int, duration_ms: int | None) -> Retention:
-    return Retention(priority, None if duration_ms is None else duration_ms / 1000)
