@@ -7,6 +7,7 @@ import os
 import time
 from functools import partial
 
+import msgspec
 import torch
 
 from bireme.engines.base import EngineContext, RequestKey
@@ -101,7 +102,8 @@ class LoadedEngine:
         phases.end("rest")
         load_s = sum(phases.seconds.values())
         accounts.started(manager, self.core.scheduler, load_s)
-        self.capacity = _capacity(setup, manager, model, eos_ids, load_s, pictures)
+        capacity = _capacity(setup, manager, model, eos_ids, load_s, pictures)
+        self.capacity = msgspec.structs.replace(capacity, step_paths=tuple(map(str, forward.paths)))
         logger.info(
             "engine_loaded model=%s dtype=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
             type(model.modules).__name__,
@@ -112,7 +114,7 @@ class LoadedEngine:
             ",".join(map(str, store.windows)),
             load_s,
         )
-        logger.info("step_paths %s", ",".join(forward.paths))
+        logger.info("step_paths %s", ",".join(self.capacity.step_paths))
         logger.info("load_seconds %s", " ".join(f"{name}={value:.2f}" for name, value in phases.seconds.items()))
 
 
