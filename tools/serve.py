@@ -19,31 +19,36 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import DEFAULT_RECIPE
-from bireme.discovery.store import with_discovery
+from bireme.discovery.store import parse_address, with_discovery
 from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch.canaries import CanarySettings
+from bireme.launch.config_dump import OPTION, ConfigFile, Given, State, describe
 from bireme.launch.console import LEVELS, Console
 from bireme.launch.deployment import Deployment, DeploymentSettings, advertised_address
 from bireme.launch.frontend import FrontendSettings, check_frontend
 from bireme.launch.openings import check_openings
-from bireme.launch.override import add_settings
+from bireme.launch.override import add_settings, parse_setting
 from bireme.launch.ports import LOOPBACK, Hosts, Ports, host_in
 from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.run_folder import RunFolder
 from bireme.launch.tritonserver import address
+from bireme.launch.value_sources import Layer
 from bireme.recipe_files import load_recipe
 from bireme.stop_signals import on_stop_signal
 
 STOPPED, FAILED, WRONG, FORCED = 0, 1, 2, 3
+_FROM_ENVIRONMENT = {"recipe": "BIREME_RECIPE", "override": "BIREME_OVERRIDE", "openai_port": "BIREME_OPENAI_PORT"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +64,7 @@ def launch(options: argparse.Namespace, console: Console) -> int:
     """Make the deployment and serve it; return the exit code."""
     run_folder = None
     try:
+        config_file = ConfigFile(options.dump_config_to) if options.dump_config_to else None
         run_folder = RunFolder()
         if options.openai_port:
             check_frontend()
@@ -67,15 +73,26 @@ def launch(options: argparse.Namespace, console: Console) -> int:
         if run_folder is not None:
             run_folder.remove()
         return report(console, error, WRONG)
-    return serve(deployment, console, options)
+
+    def dump_config(state: State) -> None:
+        if config_file is not None:
+            try:
+                config_file.write(describe(deployment, given_by(options), state))
+            except OSError as error:
+                console.event("config_not_dumped", "warning", path=options.dump_config_to, reason=error)
+
+    return serve(deployment, console, dump_config)
 
 
-def serve(deployment: Deployment, console: Console, options: argparse.Namespace) -> int:
+def serve(deployment: Deployment, console: Console, dump_config: Callable[[State], None] = lambda state: None) -> int:
     """Run a deployment until a signal ends it; return the exit code."""
     signals: list[int] = []
     with stopped_by_signals(deployment, console, signals):
         try:
+            dump_config("starting")
             with deployment:
+                if not deployment.is_stopping:
+                    dump_config("ready")
                 code = STOPPED if deployment.supervise() else FAILED
         except ConfigError as error:
             code = report(console, error, WRONG)
@@ -134,12 +151,47 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")
     parser.add_argument("--triton-arg", action="append", default=[], metavar="FLAG", help="one more flag; may repeat")
+    parser.add_argument(
+        OPTION, metavar="FILE", help="write all that is effective, and what set it, into this file: .json, .yaml, .yml"
+    )
     options = parser.parse_args(arguments)
+    options.named = named_options(parser, options, arguments)
     if options.recipe and options.model:
         parser.error("give a recipe or --model, not both")
     if options.disaggregated and not options.model:
         parser.error("--disaggregated belongs to --model; a recipe says itself what it serves")
     return options
+
+
+def named_options(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str] | None
+) -> frozenset[str]:
+    """Return the options that the command line names."""
+    unnamed = argparse.Namespace(**{name: [] for name in vars(options)})  # argparse sets defaults where nothing is
+    found = vars(parser.parse_args(arguments, unnamed))
+    return frozenset(name for name, value in found.items() if value not in ([], None))
+
+
+def given_by(options: argparse.Namespace) -> Given:
+    """Return what set each option, and what is merged over the recipe. It has been read without an error."""
+
+    def source_of(name: str) -> str:
+        if name in options.named:
+            return f"--{name.replace('_', '-')}" if name != "recipe" else "command line"
+        variable = _FROM_ENVIRONMENT.get(name, "")
+        return variable if os.environ.get(variable) else "default"
+
+    layers = [Layer(source_of("override"), json.loads(options.override or "{}"))]
+    layers += [Layer("--set", parse_setting(setting)) for setting in options.set]
+    if options.discovery:  # it replaces the block
+        layers = [Layer(layer.name, {**layer.tree, "discovery": {}}) for layer in layers]
+        layers.append(Layer("--discovery", {"discovery": parse_address(options.discovery)}))
+    shown: dict[str, Any] = {
+        name: {"value": value, "source": source_of(name)}
+        for name, value in vars(options).items()
+        if name not in ("named", "override", "set", "triton_arg")
+    }
+    return Given(options=shown, layers=layers, base="--model" if options.model else "")
 
 
 def add_recipe_options(parser: argparse.ArgumentParser) -> None:

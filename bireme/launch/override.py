@@ -24,11 +24,16 @@ def add_settings(override: str, settings: Sequence[str]) -> str:
         return override
     tree = _parse(override)
     for setting in settings:
-        key, separator, text = setting.partition("=")
-        if not separator or not all(key.split(".")):
-            raise ConfigError(f"--set {setting}: KEY=VALUE is expected, such as workers.decode.replicas=2")
-        deep_merge(tree, _nest(key.split("."), _value(setting, text)))
+        deep_merge(tree, parse_setting(setting))
     return json.dumps(tree)
+
+
+def parse_setting(setting: str) -> dict[str, Any]:
+    """Return what KEY=VALUE merges over a recipe. Raises ConfigError."""
+    key, separator, text = setting.partition("=")
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"--set {setting}: KEY=VALUE is expected, such as workers.decode.replicas=2")
+    return _nest(key.split("."), _value(setting, text))
 
 
 def _parse(override: str) -> dict[str, Any]:

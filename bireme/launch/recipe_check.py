@@ -51,7 +51,7 @@ class Finding:
 def check_folder(folder: Path) -> list[Finding]:
     """Return findings in the order of the recipe's files."""
     try:
-        source = _read_sources(folder)
+        source = read_sources(folder)
         tree = recipe_tree(folder, "")
     except yaml.YAMLError as error:
         return [_not_yaml(error, folder)]
@@ -182,8 +182,8 @@ def _finding(
     return Finding(str(found.file), found.line, ".".join(keys), value, reason, remedy, severity)
 
 
-def _read_sources(folder: Path) -> YamlSource:
-    """As far as they exist."""
+def read_sources(folder: Path) -> YamlSource:
+    """Of a recipe's YAML and the files that it names, as far as they exist. Raises yaml.YAMLError and OSError."""
     source = read_source(folder / "recipe.yaml")
     workers = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     workers = workers.get("workers") if isinstance(workers, dict) else None

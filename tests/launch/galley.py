@@ -102,7 +102,7 @@ def main(folder: Path, http: int, grpc: int, metrics: int, health: int) -> int:
         canaries=CanarySettings(interval_s=1.0, timeout_s=1.0),
     )
     console = Console()
-    return serve.serve(Deployment(settings, console), console, serve.parse(["--openai-port", "0"]))
+    return serve.serve(Deployment(settings, console), console)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Served:
     """The running launch."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, ports: dict[str, int]) -> None:
-        self.process, self.log = process, log
+        self.process, self.log, self.config = process, log, log.with_name("config.json")
         self.url = f"http://127.0.0.1:{ports['openai']}"
 
     def frontend_pid(self) -> int | None:
@@ -50,6 +50,7 @@ class Served:
 def served(recipe: str, log: Path, *arguments: str, ports: dict[str, int] = PORTS) -> Iterator[Served]:
     options = [f"--{name}-port={port}" for name, port in ports.items()]
     command = [sys.executable, "tools/serve.py", recipe, *options, "--canary-interval=0", *arguments]
+    command += ["--dump-config-to", str(log.with_name("config.json"))]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream)
     try:
