@@ -1,4 +1,4 @@
-"""The files of docker/: the dashboard and the alerts name metrics that exist, and nothing names a file that doesn't."""
+"""The files of docker/: the alerts name metrics that exist, and nothing names a file that doesn't."""
 
 from __future__ import annotations
 
@@ -13,28 +13,16 @@ from bireme.kv.compile import KERNELS
 from bireme.launch.ports import LOOPBACK, Hosts
 from bireme.metrics import TABLE
 from tests.docker.dockerfile_steps import steps_of
-from tools import make_dashboard, serve
+from tests.docker.expressions import metrics_of
+from tools import serve
 
 DOCKER = CHECKOUT / "docker"
 FILES_WITH_EXAMPLES = sorted([*DOCKER.glob("Dockerfile*"), *DOCKER.glob("*.yaml"), *(CHECKOUT / "docs").glob("*.md")])
-DASHBOARD = json.loads(make_dashboard.DASHBOARD.read_text())
-GRAPHS = [panel for panel in DASHBOARD["panels"] if panel["type"] == "timeseries"]
-EXPRESSIONS = [target["expr"] for panel in GRAPHS for target in panel["targets"]]
 RULES = yaml.safe_load((DOCKER / "prometheus" / "alerts.yaml").read_text())["groups"][0]["rules"]
 
 
-def metrics_of(expression):
-    """Return the metrics that an expression reads; a histogram's three series count as the histogram."""
-    names = set(re.findall(r"\b(?:bireme|trtllm|nv|dynamo)_\w+", expression))
-    return {name if name in TABLE else re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
-
-
-def test_the_dashboard_is_what_the_table_of_metrics_makes():
-    assert make_dashboard.text() == make_dashboard.DASHBOARD.read_text(), "run tools/make_dashboard.py"
-
-
-@pytest.mark.parametrize("expression", EXPRESSIONS + [rule["expr"] for rule in RULES])
-def test_every_metric_that_is_drawn_or_alerted_exists(expression):
+@pytest.mark.parametrize("expression", [rule["expr"] for rule in RULES])
+def test_every_metric_that_is_alerted_exists(expression):
     found = metrics_of(expression)
     assert found and found <= TABLE.keys()
 
@@ -51,30 +39,6 @@ def test_a_worker_that_was_put_to_sleep_is_not_down():
     assert down == "bireme_engine_up == 0 unless on (instance, worker) bireme_engine_asleep == 1"
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_counters_are_drawn_as_rates_and_histograms_by_their_buckets(expression):
-    for name in metrics_of(expression):
-        form = {"counter": f"rate({name}", "histogram": f"rate({name}_bucket", "gauge": name}[TABLE[name].kind]
-        assert form in expression and (TABLE[name].kind != "gauge" or f"rate({name}" not in expression)
-
-
-def test_labels_that_an_expression_groups_by_are_the_metric_s_own():
-    for expression in EXPRESSIONS:
-        for labels, name in re.findall(r"sum by \(([^)]*)\) \((?:rate\()?(\w+?)(?:_bucket)?\{", expression):
-            assert set(labels.split(", ")) <= {*TABLE[name].labels, "le"}, expression
-
-
-def test_panels_don_t_overlap_and_have_numbers_of_their_own():
-    cells = [
-        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
-        for panel in DASHBOARD["panels"]
-        for x in range(panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-
 def test_files_that_compose_mounts_and_builds_from_exist():
     for file in DOCKER.glob("compose*.yaml"):
         for service in yaml.safe_load(file.read_text())["services"].values():
@@ -82,11 +46,6 @@ def test_files_that_compose_mounts_and_builds_from_exist():
             assert all((DOCKER / source).exists() for source in sources)
             named = re.sub(r"\$\{\w+:-(.*)\}", r"\1", service.get("build", {}).get("dockerfile", "."))
             assert (CHECKOUT / named).exists()
-
-
-def test_the_dashboard_s_data_source_is_the_provisioned_one():
-    (source,) = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
-    assert {target["datasource"]["uid"] for panel in GRAPHS for target in panel["targets"]} == {source["uid"]}
 
 
 @pytest.mark.parametrize("file", sorted(DOCKER.glob("Dockerfile*")), ids=lambda file: file.name)

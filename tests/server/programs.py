@@ -8,7 +8,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/demo.py": ("--recipe", "recipes/mocker", "--max-tokens", "8"),
     "tools/make_api_key.py": ("alice",),
     "tools/make_api_page.py": ("--check",),
-    "tools/make_dashboard.py": ("--check",),
+    "tools/make_dashboards.py": ("--check",),
     "tools/make_metrics_page.py": ("--check",),
     "tools/make_sample_model.py": ("--arch", "llama", "--out", "{folder}/tiny-llama"),
     "tools/serve_nodes.py": ("--dry-run", "recipes/deepseek-r1-wide-ep"),

@@ -1,0 +1,230 @@
+"""Serving: what clients get, how fast, and what holds them up."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.models import units
+
+from tools.dashboards.panels import (
+    TOKENS_A_SECOND,
+    Board,
+    Limits,
+    Row,
+    heatmap,
+    lines,
+    number,
+    percentiles,
+    rare,
+)
+from tools.dashboards.queries import ALL, level, quantile, rate, rest
+
+GOOD_ENDS = 'outcome=~"stop|length|tool_calls|CANCELLED"'
+NOT_FAILED = "Ended otherwise than by stop, length, tool calls or their client."
+
+NOW = Row(
+    "Now",
+    [
+        [
+            number("Requests", rate("bireme_requests_total", ALL), units.RequestsPerSecond),
+            number(
+                "Failed",
+                rest("bireme_requests_total", "bireme_requests_total", ALL, GOOD_ENDS),
+                units.PercentUnit,
+                limits=Limits(0.01, 0.05),
+                note=NOT_FAILED,
+            ),
+            number("Generated", rate("bireme_generated_tokens_total", ALL), TOKENS_A_SECOND),
+            number("First token, p95", quantile(0.95, "bireme_time_to_first_token_seconds", ALL), units.Seconds),
+            number("Gap between tokens, p95", quantile(0.95, "bireme_inter_token_latency_seconds", ALL), units.Seconds),
+            number("Running", level("bireme_requests_running", ALL)),
+            number("Waiting", level("bireme_requests_waiting", ALL)),
+            number("Engines ready", level("bireme_engine_up", ALL), limits=Limits(1, 0.5)),
+        ]
+    ],
+)
+
+TRAFFIC = Row(
+    "Traffic",
+    [
+        [
+            lines(
+                "Requests by outcome",
+                "bireme_requests_total",
+                units.RequestsPerSecond,
+                by=("worker", "outcome"),
+                shape="stacked",
+            ),
+            lines(
+                "Tokens",
+                {
+                    "bireme_generated_tokens_total": "generated",
+                    "bireme_prompt_tokens_total": "prompt",
+                    "bireme_cached_prompt_tokens_total": "prompt, reused",
+                },
+                TOKENS_A_SECOND,
+            ),
+            lines(
+                "Requests in the engines",
+                {"bireme_requests_running": "running", "bireme_requests_waiting": "waiting"},
+            ),
+        ],
+        [
+            percentiles("Prompt tokens of a request", "bireme_prompt_tokens", units.Short),
+            percentiles("Generated tokens of a request", "bireme_completion_tokens", units.Short),
+            lines(
+                "Responses and tokens",
+                {"bireme_responses_total": "responses", "bireme_generated_tokens_total": "tokens"},
+                units.EventsPerSecond,
+                note="Fewer responses than tokens: several tokens go out in one.",
+            ),
+        ],
+    ],
+)
+
+LATENCY = Row(
+    "Latency",
+    [
+        [
+            percentiles("Time to first token", "bireme_time_to_first_token_seconds"),
+            heatmap("Time to first token, all workers", "bireme_time_to_first_token_seconds"),
+        ],
+        [
+            percentiles("Gap between deliveries of a stream", "bireme_inter_token_latency_seconds"),
+            heatmap("Gap between deliveries, all workers", "bireme_inter_token_latency_seconds"),
+        ],
+        [
+            percentiles("Queue", "bireme_queue_seconds"),
+            percentiles("Whole request", "bireme_request_seconds"),
+            percentiles("Engine step", "bireme_engine_step_seconds"),
+        ],
+    ],
+)
+
+FRONTEND = Row(
+    "Frontend and back-pressure",
+    [
+        [
+            lines("HTTP answers", "bireme_http_requests_total", units.RequestsPerSecond, by=("path", "status")),
+            lines("HTTP requests under way", "bireme_http_requests_active"),
+            lines(
+                "Streams and subscriptions", {"bireme_streams": "streams", "bireme_bus_subscriptions": "subscriptions"}
+            ),
+        ],
+        [
+            rare(
+                "Cancelled, dropped, migrated",
+                {
+                    "bireme_cancellations_total": "cancelled",
+                    "bireme_bus_dropped_total": "dropped",
+                    "bireme_migrations_total": "migrated",
+                },
+            ),
+            lines("Refused by a key's limit", "bireme_rate_limited_total", units.RequestsPerSecond, by=("key",)),
+            lines("Tokens of long prompts", "bireme_tokenized_tokens_total", TOKENS_A_SECOND, by=("worker", "source")),
+        ],
+        [
+            lines("Batch lines", "bireme_batch_lines_total", units.RequestsPerSecond, by=("status",)),
+            lines("Tokenizer's cache", "bireme_tokenizer_cache_bytes", units.BytesIEC),
+            lines("Threads held by dead stubs", "bireme_bls_threads_lost", limits=Limits(1, 4)),
+        ],
+    ],
+)
+
+ENGINES = Row(
+    "Engines",
+    [
+        [
+            lines("Ready and asleep", {"bireme_engine_up": "ready", "bireme_engine_asleep": "asleep"}),
+            rare("Restarts", "bireme_engine_restarts_total", by=("worker", "cause")),
+            lines("Load time of this life", "bireme_engine_load_seconds", units.Seconds, combine="max"),
+        ],
+        [
+            lines(
+                "Steps by what computed them",
+                "bireme_engine_steps_total",
+                units.OpsPerSecond,
+                by=("worker", "path"),
+                shape="stacked",
+            ),
+            rare(
+                "Preempted and rested",
+                {"bireme_preemptions_total": "preempted", "bireme_best_effort_rests_total": "rested"},
+            ),
+            lines("Probes of the launch", "bireme_canaries_total", units.RequestsPerSecond, by=("worker", "outcome")),
+        ],
+    ],
+)
+
+WEIGHTS = Row(
+    "Weights",
+    [
+        [
+            rare("Loads by source", "bireme_weights_loads_total", by=("worker", "source")),
+            lines(
+                "Time to read and to map",
+                {"bireme_weights_load_seconds": "read", "bireme_weights_attach_seconds": "mapped"},
+                units.Seconds,
+                combine="max",
+            ),
+            lines("Engines that share them", "bireme_weights_engines", combine="max"),
+        ],
+    ],
+    is_rare=True,
+)
+
+MEDIA = Row(
+    "Pictures and videos",
+    [
+        [
+            lines("Pictures encoded", "bireme_images_encoded_total", units.OpsPerSecond),
+            percentiles("One batch of pictures", "bireme_image_encode_seconds"),
+            lines(
+                "Embeddings from the cache",
+                {
+                    "bireme_embedding_cache_hits_total": "hits",
+                    "bireme_embedding_cache_misses_total": "misses",
+                    "bireme_embedding_cache_evictions_total": "evictions",
+                },
+                units.OpsPerSecond,
+            ),
+        ],
+        [
+            lines("Embeddings kept", "bireme_embedding_cache_bytes", units.BytesIEC),
+            lines("Pictures with embeddings kept", "bireme_embedding_cache_entries"),
+            percentiles("One video or set of pictures", "bireme_video_generation_seconds"),
+        ],
+        [
+            lines("Denoising steps", "bireme_video_steps_total", units.OpsPerSecond),
+            lines("Frames and pictures delivered", "bireme_video_frames_total", units.OpsPerSecond),
+            lines("Jobs of videos", "bireme_video_jobs", by=("status",), shape="stacked"),
+        ],
+        [lines("Files of videos", "bireme_video_files_bytes", units.BytesIEC)],
+    ],
+    is_rare=True,
+)
+
+TRTLLM = Row(
+    "TensorRT-LLM's own",
+    [
+        [
+            lines(
+                "Requests",
+                {"trtllm_num_requests_running": "running", "trtllm_num_requests_waiting": "waiting"},
+            ),
+            lines("Iteration", "trtllm_iteration_latency_seconds", units.Seconds, combine="max"),
+            percentiles("Time to first token", "trtllm_time_to_first_token_seconds"),
+        ],
+        [
+            percentiles("Time a token", "trtllm_time_per_output_token_seconds"),
+            percentiles("Queue", "trtllm_request_queue_time_seconds"),
+            lines("Tokens a step with drafts", "trtllm_spec_decode_acceptance_length", combine="avg"),
+        ],
+    ],
+    is_rare=True,
+)
+
+BOARD = Board(
+    "serving",
+    "bireme: serving",
+    "What clients get and how fast: traffic, latency, outcomes, queues, the frontend and the engines.",
+    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, WEIGHTS, MEDIA, TRTLLM),
+)
