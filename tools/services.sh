@@ -9,6 +9,8 @@ set -eu
 VENV=${VENV:-.venv}
 # program=package; both browser packages come from one source, so driver and browser always fit
 PROGRAMS="chromium-headless-shell=chromium-headless-shell chromedriver=chromium-driver etcd=etcd-server nats-server=nats-server"
+# Of these the programs alone are unpacked, into VENV/services: their packages would start services of the machine.
+UNPACKED="prometheus=prometheus promtool=prometheus prometheus-alertmanager=prometheus-alertmanager"
 cd "$(dirname "$0")/.."
 
 say() { printf '%s services | %s\n' "$(date +%H:%M:%S)" "$*"; }
@@ -40,6 +42,37 @@ install_packages() {
     [ -z "$(missing_packages)" ] || fail "$(missing_packages)did not bring the programs that are needed ($PROGRAMS)"
 }
 
+missing_unpacked() {
+    for pair in $UNPACKED; do
+        program=${pair%%=*}
+        command -v "$program" >/dev/null || [ -x "$VENV/services/usr/bin/$program" ] || echo "${pair##*=}"
+    done | sort -u | tr '\n' ' '
+}
+
+download() {
+    # shellcheck disable=SC2086
+    (cd "$1" && apt-get download -qq $packages >errors 2>&1)
+}
+
+unpack_programs() {
+    packages=$(missing_unpacked)
+    [ -n "$packages" ] || return 0
+    command -v apt-get >/dev/null || fail "no apt-get here; install the equivalents of: $packages"
+    say "unpacking $packages"
+    folder=$(mktemp -d)
+    if ! download "$folder" && can_be_root; then
+        as_root apt-get update -qq || fail "apt-get update failed; its message stands above"
+        download "$folder" || true
+    fi
+    mkdir -p "$VENV/services"
+    for package in "$folder"/*.deb; do
+        [ -e "$package" ] || fail "apt-get could not download $packages: $(cat "$folder/errors")"
+        dpkg-deb --fsys-tarfile "$package" | tar -x -C "$VENV/services" ./usr/bin
+    done
+    rm -r "$folder"
+    [ -z "$(missing_unpacked)" ] || fail "$(missing_unpacked)did not bring the programs that are needed ($UNPACKED)"
+}
+
 install_extra() {
     stamp="$VENV/.stamp-services-$(cksum <pyproject.toml | cut -d' ' -f1)"
     [ ! -e "$stamp" ] || return 0
@@ -54,4 +87,5 @@ print(*(r.partition(";")[0] for r in m.requires("bireme") if "extra == \"service
 }
 
 install_packages
+unpack_programs
 install_extra
