@@ -267,6 +267,11 @@ class Registry:
         with self._lock:
             self._counters[key] = self._counters.get(key, 0.0) + amount
 
+    def start(self, *names: str, labels: Labels = ()) -> None:
+        """Publish counters from now on: a series that begins with its first event has no increase to alert on."""
+        for name in names:
+            self.add(name, 0, *labels)
+
     def set(self, name: str, value: float, *labels: str) -> None:
         key = self._key(name, labels)
         with self._lock:

@@ -69,6 +69,19 @@ def test_an_observation_falls_into_the_first_bucket_that_holds_it():
     assert total == pytest.approx(1180.0021)
 
 
+def test_a_counter_that_has_been_started_is_there_before_its_first_event_and_counts_on():
+    registry = Registry("decode")
+    registry.start(COUNTER)
+    registry.start("bireme_engine_restarts_total", labels=("exit",))
+    assert registry.take_delta().counters == [
+        (COUNTER, ("decode",), 0),
+        ("bireme_engine_restarts_total", ("decode", "exit"), 0),
+    ]
+    registry.add(COUNTER, 3)
+    registry.start(COUNTER)
+    assert registry.take_delta().counters == [(COUNTER, ("decode",), 3)]
+
+
 def test_the_worker_is_put_first_unless_given():
     registry = Registry("decode")
     registry.add("bireme_engine_restarts_total", 1, "exit")

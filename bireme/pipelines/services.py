@@ -45,6 +45,8 @@ class Services:
         """Without a discovery the workers are the recipe's."""
         self.members = self.members or recipe_workers(self.recipe)
         self.workers.on_silence = self.router.note_silence
+        predicted = (f"bireme_router_{what}_tokens_total" for what in ("prompt", "predicted", "cached", "mispredicted"))
+        self.metrics.start("bireme_migrations_total", *predicted)
 
     def metrics_of(self, cache_salt: str) -> Registry:
         """Return where a sequence is counted."""

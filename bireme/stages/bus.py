@@ -147,6 +147,7 @@ class TokenBus:
 
     def __init__(self, worker: str, engine: EngineClient, max_bytes: int, metrics: Registry) -> None:
         self._worker, self._engine, self._max_bytes, self._metrics = worker, engine, max_bytes, metrics
+        metrics.start("bireme_bus_dropped_total")
         self._open: dict[str, Subscription] = {}  # by name
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -307,7 +307,7 @@ async def test_refusals_of_an_engine_that_drains_cost_no_migration(bench):
     await test.workers.emit(4)
     await call.end()
     assert call.tokens == EXPECTED
-    assert ("bireme_migrations_total",) not in test.counters()
+    assert test.counters()[("bireme_migrations_total",)] == 0
 
 
 async def test_an_engine_that_refuses_for_too_long_ends_the_request(bench):
@@ -331,7 +331,7 @@ async def test_kv_that_does_not_arrive_is_prefill_s_fault_and_decode_does_it_alo
         "decode generation_only 0",
         "decode context_and_generation 0",
     ]
-    assert ("bireme_migrations_total",) not in test.counters()
+    assert test.counters()[("bireme_migrations_total",)] == 0
 
 
 async def test_enforced_disaggregation_waits_when_kv_does_not_arrive(bench):
@@ -549,5 +549,5 @@ async def test_canaries_are_counted_apart_from_load(bench, monkeypatch):
     await bench.workers.emit(4)
     await call.end()
     delta = bench.metrics.take_delta()
-    assert {name: value for name, _, value in delta.counters} == {"bireme_canaries_total": 1}
+    assert {name: value for name, _, value in delta.counters if value} == {"bireme_canaries_total": 1}
     assert not delta.histograms

@@ -164,6 +164,8 @@ class Supervisor:
     def start(self) -> None:
         """Wait until it is ready. Raises ConfigError or UnavailableError with its reason."""
         self._metrics.set("bireme_engine_up", 0)
+        for cause in ("exit", "hang", "stall"):
+            self._metrics.start("bireme_engine_restarts_total", labels=(cause,))
         self._thread.start()
         self._has_started.wait()
         if self._failure is not None:

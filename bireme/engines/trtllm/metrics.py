@@ -22,6 +22,7 @@ class TrtllmMetrics:
         self._worker = worker
         self._tokens_per_block = tokens_per_block
         self._unread = Registry()  # of canaries
+        metrics.start("bireme_cancellations_total")
 
     def _metrics_of(self, state: RequestState) -> Registry:
         return self._unread if state.is_canary else self._metrics

@@ -209,6 +209,7 @@ class KvFeed:
         self._retry_at = math.inf
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-feed", daemon=True)
+        metrics.start("bireme_kv_feed_gaps_total", "bireme_kv_feed_resyncs_total")
 
     def start(self) -> None:
         self._thread.start()

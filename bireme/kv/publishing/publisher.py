@@ -205,6 +205,7 @@ class KvPublisher:
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)  # after turns that fail
         self._is_awake = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-publisher", daemon=True)
+        metrics.start("bireme_kv_event_gaps_total", "bireme_kv_event_replays_total")
 
     def start(self) -> None:
         self._thread.start()

@@ -106,6 +106,9 @@ class Exporter:
         self._host = host_id()
         self._outgoing: dict[int, Outgoing] = {}  # by lease id
         self._num_ended = 0
+        self.metrics.start("bireme_kv_leases_expired_total")
+        for cause in ("timeout", "importer_lost"):
+            self.metrics.start("bireme_kv_transfer_failures_total", labels=(cause,))
 
     @property
     def is_idle(self) -> bool:

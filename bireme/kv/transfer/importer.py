@@ -176,6 +176,8 @@ class Importer:
         self._in_doubt: dict[int, RowFetch] = {}  # ended here, but their exporter may still write
         self._number = 0
         self._next_ping = 0.0
+        for error in (UnavailableError, NotFoundError, DeadlineExceededError):
+            self.metrics.start("bireme_kv_transfer_failures_total", labels=(error.code.lower(),))
 
     @property
     def is_idle(self) -> bool:
