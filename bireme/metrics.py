@@ -209,6 +209,7 @@ TABLE: dict[str, MetricSpec] = {
         ),
         _gauge("bireme_tokenizer_cache_bytes", "Texts and tokens kept for prompts that begin alike."),
         _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "path", "status"),
+        _gauge("bireme_frontend_ready", "1 while the frontend can answer for every model, as /health/ready says."),
         _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on."),
         _counter("bireme_batch_lines_total", "Lines of batches answered, by status of the answer.", "status"),
         _counter("bireme_rate_limited_total", "Requests refused by a key's own limit.", "key"),

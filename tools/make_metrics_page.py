@@ -38,7 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "Engines, [engine_process.md](engine_process.md)": ("bireme_engine_",),
     "Pictures, [multimodal.md](multimodal.md)": ("bireme_embedding_", "bireme_image"),
     "Videos, [video.md](video.md)": ("bireme_video_",),
-    "Frontend, [openai.md](openai.md)": ("bireme_http_", "bireme_rate_limited_", "bireme_batch_"),
+    "Frontend, [openai.md](openai.md)": ("bireme_frontend_", "bireme_http_", "bireme_rate_limited_", "bireme_batch_"),
     "Requests and tokens": ("bireme_",),
     "TensorRT-LLM's own, [trtllm.md](trtllm.md)": ("trtllm_",),
 }

@@ -20,7 +20,7 @@ from bireme import __version__
 from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
-from bireme.metrics import Registry
+from bireme.metrics import MetricDelta, Registry
 from bireme.openai.batch.line_gate import Endpoint
 from bireme.openai.batch.routes import FileRoutes
 from bireme.openai.followed_files import FollowedFiles
@@ -321,7 +321,11 @@ class Frontend:
         self._metrics.set("bireme_http_requests_active", self._num_active)
         others = await self._member.ask() if self._member is not None else []
         only_key = None if call.tenant.is_operator else call.tenant.name
-        await call.reply(200, self._page.text(others, only_key), (b"content-type", CONTENT_TYPE))
+        assert self.readiness is not None
+        is_ready, _ = await self.readiness.report()  # asks the workers, at most once a second
+        level = ("bireme_frontend_ready", (self._metrics.worker,), float(is_ready))  # of all processes, not their sum
+        page = self._page.text([*others, MetricDelta([], [level], [])], only_key)
+        await call.reply(200, page, (b"content-type", CONTENT_TYPE))
 
     async def _show_openapi(self, call: Call) -> None:
         await call.reply(200, encode_json(openapi(*([model.name for model in kind] for kind in self._kinds))))

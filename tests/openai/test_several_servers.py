@@ -67,6 +67,19 @@ async def test_readiness_asks_the_workers_that_there_are(served):
     }
 
 
+@pytest.mark.usefixtures("short_waits")
+async def test_the_page_of_metrics_says_whether_the_frontend_can_answer(frontend):
+    bench = await frontend()
+
+    async def level():
+        page = (await bench.call("GET", "/metrics").end()).data.decode()
+        return [line for line in page.splitlines() if line.startswith("bireme_frontend_ready{")]
+
+    assert await level() == ['bireme_frontend_ready{worker="frontend"} 1.0']
+    bench.workers.down["decode"] = UnavailableError("its engine starts")
+    assert await level() == ['bireme_frontend_ready{worker="frontend"} 0.0']
+
+
 async def test_a_discovery_that_is_gone_is_said_and_takes_nothing_down(served):
     model, _ = served(decode="ready")
     is_ready, report = await Readiness(Models([model])).report()
