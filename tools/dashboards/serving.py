@@ -104,7 +104,10 @@ FRONTEND = Row(
     [
         [
             lines("HTTP answers", "bireme_http_requests_total", units.RequestsPerSecond, by=("path", "status")),
-            lines("HTTP requests under way", "bireme_http_requests_active"),
+            lines(
+                "HTTP requests under way, and able to answer",
+                {"bireme_http_requests_active": "under way", "bireme_frontend_ready": "ready"},
+            ),
             lines(
                 "Streams and subscriptions", {"bireme_streams": "streams", "bireme_bus_subscriptions": "subscriptions"}
             ),
