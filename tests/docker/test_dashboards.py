@@ -17,7 +17,7 @@ from bireme.metrics import TABLE
 from tests.docker.expressions import metrics_of
 from tools import make_dashboards
 from tools.dashboards import panels
-from tools.dashboards.queries import Choice, events, level, mean, quantile, share
+from tools.dashboards.queries import by, events, level, mean, quantile, share
 
 BOARDS = {path.name: json.loads(path.read_text()) for path in sorted(make_dashboards.FOLDER.glob("*.json"))}
 GRAPHS = [
@@ -28,9 +28,15 @@ GRAPHS = [
     if panel["type"] != "row"
 ]
 EXPRESSIONS = sorted({target["expr"] for _, panel in GRAPHS for target in panel["targets"]})
+WHO_HAS_ENGINES = re.compile(r" (?:unless|and) on \(instance, worker\) bireme_engine_up")
 ANNOTATIONS = [one for board in BOARDS.values() for one in board["annotations"]["list"]]
 UNITS = {value for name, value in vars(units).items() if isinstance(value, str) and not name.startswith("_")}
 COLUMNS = range(24)
+
+
+def drawn_by(expression):
+    """Return the metrics whose values an expression shows, not those that choose among its series."""
+    return metrics_of(WHO_HAS_ENGINES.sub("", expression))
 
 
 def cells_of(panel):
@@ -63,7 +69,7 @@ def test_every_metric_that_is_drawn_exists():
 
 
 def test_counters_are_drawn_as_rates_or_differences_and_histograms_by_their_series():
-    for expression, name in [(one, name) for one in EXPRESSIONS for name in metrics_of(one)]:
+    for expression, name in [(one, name) for one in EXPRESSIONS for name in drawn_by(one)]:
         read = {
             "counter": rf"rate\({name}\{{|{name}\{{[^}}]*\}} offset",
             "histogram": rf"rate\({name}_(bucket|sum)\{{",
@@ -88,7 +94,7 @@ def test_nothing_is_divided_by_what_may_be_zero():
 
 
 def test_every_metric_of_ours_is_drawn():
-    drawn = {name for expression in EXPRESSIONS for name in metrics_of(expression)}
+    drawn = {name for expression in EXPRESSIONS for name in drawn_by(expression)}
     assert [name for name in TABLE if name.startswith("bireme_") and name not in drawn] == []
 
 
@@ -115,7 +121,7 @@ def test_panels_and_their_queries_have_numbers_of_their_own(name):
 def test_a_panel_says_what_it_means_and_in_which_unit():
     for board, panel in GRAPHS:
         where = f"{board}: {panel['title']}"
-        for name in {name for target in panel["targets"] for name in metrics_of(target["expr"])}:
+        for name in {name for target in panel["targets"] for name in drawn_by(target["expr"])}:
             assert f"`{name}`: {TABLE[name].help}" in panel["description"], where
         unit = panel["fieldConfig"]["defaults"]["unit"]
         assert unit in UNITS or re.fullmatch(r"si:[a-z]+/s", unit), where
@@ -171,8 +177,11 @@ def test_variables_that_queries_use_are_offered(name):
     [
         (lambda: panels.lines("x", "bireme_no_such_metric"), "no metric bireme_no_such_metric"),
         (lambda: panels.rare("x", {"bireme_no_such_total": "it"}), "no metric bireme_no_such_total"),
-        (lambda: panels.lines("x", "bireme_streams", by=("path",)), "bireme_streams has no label path, only worker"),
-        (lambda: share("bireme_streams", "bireme_no_such", Choice()), "no metric bireme_no_such"),
+        (
+            lambda: panels.lines("x", "bireme_streams", choice=by("path")),
+            "bireme_streams has no label path, only worker",
+        ),
+        (lambda: share("bireme_streams", "bireme_no_such"), "no metric bireme_no_such"),
         (lambda: level("bireme_requests_total"), "is a counter, read here as a gauge"),
         (lambda: events("bireme_streams"), "is a gauge, read here as a counter"),
         (lambda: quantile(0.5, "bireme_streams"), "is a gauge, read here as a histogram"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from grafana_foundation_sdk.models import units
 
@@ -13,7 +14,6 @@ from tools.dashboards.panels import (
     Limits,
     Panel,
     Row,
-    all_where,
     heatmap,
     lines,
     number,
@@ -21,17 +21,18 @@ from tools.dashboards.panels import (
     percentiles,
     rare,
 )
-from tools.dashboards.queries import Choice, level, mean, quantile, rate
+from tools.dashboards.queries import Choice, by, level, mean, quantile, rate
 
-PREFILL, DECODE = 'worker=~"prefill.*"', 'worker=~"decode.*"'
-IMPORT = 'direction="import"'
+PREFILL, DECODE = by("worker", where='worker=~"prefill.*"'), by("worker", where='worker=~"decode.*"')
+ALL_PREFILL, ALL_DECODE = replace(PREFILL, by=()), replace(DECODE, by=())
+IMPORTS = by(where='direction="import"')
 IN_ENGINES = {"bireme_requests_running": "running", "bireme_requests_waiting": "waiting"}
 PROMPT_TOKENS = {"bireme_prompt_tokens_total": "taken in", "bireme_cached_prompt_tokens_total": "reused"}
 KV_USE = ("bireme_kv_blocks_used", "bireme_kv_blocks_total")
 
 
-def _sides(make: Callable[[str, str], Panel]) -> list[Panel]:
-    """The same panel of both sides, made from the side's name and what its series match."""
+def _sides(make: Callable[[str, Choice], Panel]) -> list[Panel]:
+    """The same panel of both sides, made from the side's name and the choice of its series."""
     return [make("Prefill", PREFILL), make("Decode", DECODE)]
 
 
@@ -39,12 +40,12 @@ NOW = Row(
     "Now",
     [
         [
-            number("Prefill ready", level("bireme_engine_up", all_where(PREFILL)), limits=Limits(1, 0.5)),
-            number("Decode ready", level("bireme_engine_up", all_where(DECODE)), limits=Limits(1, 0.5)),
-            number("Prefill queue, p95", quantile(0.95, "bireme_queue_seconds", all_where(PREFILL)), units.Seconds),
-            number("Decode queue, p95", quantile(0.95, "bireme_queue_seconds", all_where(DECODE)), units.Seconds),
-            number("Transferred", rate("bireme_kv_transfer_bytes_total", all_where(IMPORT)), units.BytesPerSecondSI),
-            number("One transfer, p95", quantile(0.95, "bireme_kv_transfer_seconds", all_where(IMPORT)), units.Seconds),
+            number("Prefill ready", level("bireme_engine_up", ALL_PREFILL), limits=Limits(1, 0.5)),
+            number("Decode ready", level("bireme_engine_up", ALL_DECODE), limits=Limits(1, 0.5)),
+            number("Prefill queue, p95", quantile(0.95, "bireme_queue_seconds", ALL_PREFILL), units.Seconds),
+            number("Decode queue, p95", quantile(0.95, "bireme_queue_seconds", ALL_DECODE), units.Seconds),
+            number("Transferred", rate("bireme_kv_transfer_bytes_total", IMPORTS), units.BytesPerSecondSI),
+            number("One transfer, p95", quantile(0.95, "bireme_kv_transfer_seconds", IMPORTS), units.Seconds),
         ]
     ],
 )
@@ -52,17 +53,17 @@ NOW = Row(
 BOTH = Row(
     "Prefill and decode",
     [
-        _sides(lambda side, where: lines(f"{side}: requests", IN_ENGINES, where=where)),
-        _sides(lambda side, where: percentiles(f"{side}: queue", "bireme_queue_seconds", where=where)),
-        _sides(lambda side, where: percentiles(f"{side}: engine step", "bireme_engine_step_seconds", where=where)),
-        _sides(lambda side, where: part(f"{side}: KV blocks in use", KV_USE, where=where, limits=KV_LIMITS)),
+        _sides(lambda side, choice: lines(f"{side}: requests", IN_ENGINES, choice=choice)),
+        _sides(lambda side, choice: percentiles(f"{side}: queue", "bireme_queue_seconds", choice=choice)),
+        _sides(lambda side, choice: percentiles(f"{side}: engine step", "bireme_engine_step_seconds", choice=choice)),
+        _sides(lambda side, choice: part(f"{side}: KV blocks in use", KV_USE, choice=choice, limits=KV_LIMITS)),
         [
-            lines("Prefill: prompt tokens", PROMPT_TOKENS, TOKENS_A_SECOND, where=PREFILL),
-            lines("Decode: generated tokens", "bireme_generated_tokens_total", TOKENS_A_SECOND, where=DECODE),
+            lines("Prefill: prompt tokens", PROMPT_TOKENS, TOKENS_A_SECOND, choice=PREFILL),
+            lines("Decode: generated tokens", "bireme_generated_tokens_total", TOKENS_A_SECOND, choice=DECODE),
         ],
         [
-            percentiles("Prefill: time to first token", "bireme_time_to_first_token_seconds", where=PREFILL),
-            percentiles("Decode: gap between deliveries", "bireme_inter_token_latency_seconds", where=DECODE),
+            percentiles("Prefill: time to first token", "bireme_time_to_first_token_seconds", choice=PREFILL),
+            percentiles("Decode: gap between deliveries", "bireme_inter_token_latency_seconds", choice=DECODE),
         ],
     ],
 )
@@ -71,13 +72,13 @@ TRANSFER = Row(
     "Transfers",
     [
         [
-            lines("Bytes", "bireme_kv_transfer_bytes_total", units.BytesPerSecondSI, by=("worker", "direction")),
-            percentiles("One transfer", "bireme_kv_transfer_seconds", by=("worker", "direction")),
-            heatmap("One transfer, of the importers", "bireme_kv_transfer_seconds", where=IMPORT),
+            lines("Bytes", "bireme_kv_transfer_bytes_total", units.BytesPerSecondSI, choice=by("worker", "direction")),
+            percentiles("One transfer", "bireme_kv_transfer_seconds", choice=by("worker", "direction")),
+            heatmap("One transfer, of the importers", "bireme_kv_transfer_seconds", choice=IMPORTS),
         ],
         [
-            rare("Failed transfers", "bireme_kv_transfer_failures_total", by=("worker", "cause")),
-            lines("Leases", "bireme_kv_leases", by=("worker", "state"), shape="stacked"),
+            rare("Failed transfers", "bireme_kv_transfer_failures_total", choice=by("worker", "cause")),
+            lines("Leases", "bireme_kv_leases", choice=by("worker", "state"), shape="stacked"),
             rare(
                 "Leases that nobody claimed",
                 "bireme_kv_leases_expired_total",
@@ -90,11 +91,9 @@ TRANSFER = Row(
                 "Host memory that a GPU's KV passes through",
                 "bireme_kv_staging_bytes",
                 units.BytesIEC,
-                by=("worker", "kind"),
+                choice=by("worker", "kind"),
             ),
-            Panel(
-                "Mean transfer", (mean("bireme_kv_transfer_seconds", Choice(("worker", "direction"))),), units.Seconds
-            ),
+            Panel("Mean transfer", (mean("bireme_kv_transfer_seconds", by("worker", "direction")),), units.Seconds),
         ],
     ],
 )
@@ -107,7 +106,7 @@ PLACEMENT = Row(
                 "Who computes prompts",
                 "bireme_prompts_placed_total",
                 units.RequestsPerSecond,
-                by=("stage",),
+                choice=by("stage"),
                 shape="parts of all",
             ),
             rare("Migrations", "bireme_migrations_total"),

@@ -146,7 +146,7 @@ def _lines(panel: Panel) -> timeseries_builder.Panel:
         mode = common.StackingMode.PERCENT if panel.shape == "parts of all" else common.StackingMode.NORMAL
         graph = graph.stacking(common_builder.StackingConfig().mode(mode).group("A")).fill_opacity(40)
     if panel.shape == "steps":
-        graph = graph.line_interpolation(common.LineInterpolation.STEP_AFTER).decimals(0)
+        graph = graph.line_interpolation(common.LineInterpolation.STEP_AFTER).decimals(0).no_value("none so far")
     if panel.top is not None:
         graph = graph.max(panel.top)
     if panel.limits:

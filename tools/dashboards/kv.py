@@ -16,9 +16,9 @@ from tools.dashboards.panels import (
     part,
     rare,
 )
-from tools.dashboards.queries import ALL, level, rate, share
+from tools.dashboards.queries import ALL, by, level, rate, share
 
-BY_TIER = ("worker", "tier")
+BY_TIER = by("worker", "tier")
 
 NOW = Row(
     "Now",
@@ -70,12 +70,16 @@ HITS = Row(
                 "Prompt tokens found, by tier",
                 "bireme_kv_hit_rate",
                 units.PercentUnit,
-                by=BY_TIER,
+                choice=BY_TIER,
                 combine="avg",
                 top=1,
             ),
             lines(
-                "Tokens found, by tier", "bireme_kv_matched_tokens_total", TOKENS_A_SECOND, by=BY_TIER, shape="stacked"
+                "Tokens found, by tier",
+                "bireme_kv_matched_tokens_total",
+                TOKENS_A_SECOND,
+                choice=BY_TIER,
+                shape="stacked",
             ),
         ],
     ],
@@ -88,20 +92,20 @@ TIERS = Row(
             part(
                 "Room used",
                 ("bireme_kv_tier_blocks", "bireme_kv_tier_capacity_blocks"),
-                by=BY_TIER,
+                choice=BY_TIER,
                 limits=Limits(0.95, 1),
             ),
-            lines("Blocks copied down", "bireme_kv_offloaded_blocks_total", BLOCKS_A_SECOND, by=BY_TIER),
-            lines("Blocks that came back", "bireme_kv_onboarded_blocks_total", BLOCKS_A_SECOND, by=BY_TIER),
+            lines("Blocks copied down", "bireme_kv_offloaded_blocks_total", BLOCKS_A_SECOND, choice=BY_TIER),
+            lines("Blocks that came back", "bireme_kv_onboarded_blocks_total", BLOCKS_A_SECOND, choice=BY_TIER),
         ],
         [
-            lines("Blocks held", "bireme_kv_tier_blocks", by=BY_TIER),
-            lines("Bytes copied down", "bireme_kv_offloaded_bytes_total", units.BytesPerSecondSI, by=BY_TIER),
-            lines("Bytes that came back", "bireme_kv_onboarded_bytes_total", units.BytesPerSecondSI, by=BY_TIER),
+            lines("Blocks held", "bireme_kv_tier_blocks", choice=BY_TIER),
+            lines("Bytes copied down", "bireme_kv_offloaded_bytes_total", units.BytesPerSecondSI, choice=BY_TIER),
+            lines("Bytes that came back", "bireme_kv_onboarded_bytes_total", units.BytesPerSecondSI, choice=BY_TIER),
         ],
         [
-            rare("Evicted before they were copied", "bireme_kv_offload_missed_blocks_total", by=BY_TIER),
-            rare("Blocks that a tier failed", "bireme_kv_tier_failures_total", by=BY_TIER),
+            rare("Evicted before they were copied", "bireme_kv_offload_missed_blocks_total", choice=BY_TIER),
+            rare("Blocks that a tier failed", "bireme_kv_tier_failures_total", choice=BY_TIER),
         ],
     ],
 )
@@ -110,7 +114,7 @@ EVENTS = Row(
     "Events",
     [
         [
-            lines("KV events", "bireme_kv_events_total", units.EventsPerSecond, by=("worker", "type")),
+            lines("KV events", "bireme_kv_events_total", units.EventsPerSecond, choice=by("worker", "type")),
             lines("Batches published", "bireme_kv_event_batches_total", units.MessagesPerSecond),
             lines(
                 "Publisher works",
@@ -123,7 +127,7 @@ EVENTS = Row(
         [
             rare("Events lost before they were read", "bireme_kv_event_gaps_total"),
             rare("Missed events asked for again", "bireme_kv_event_replays_total"),
-            rare("Errors of the publisher", "bireme_kv_event_errors_total", by=("worker", "at")),
+            rare("Errors of the publisher", "bireme_kv_event_errors_total", choice=by("worker", "at")),
         ],
     ],
 )
@@ -133,7 +137,7 @@ MEMORY = Row(
     [
         [
             lines("Transfer buffer in use", "bireme_kv_transfer_buffer_bytes", units.BytesIEC),
-            lines("Host memory of transfers", "bireme_kv_staging_bytes", units.BytesIEC, by=("worker", "kind")),
+            lines("Host memory of transfers", "bireme_kv_staging_bytes", units.BytesIEC, choice=by("worker", "kind")),
             lines("Weights in the memory service", "bireme_weights_shared_bytes", units.BytesIEC, combine="max"),
         ],
     ],

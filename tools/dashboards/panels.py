@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from grafana_foundation_sdk.models import units
@@ -11,7 +11,7 @@ from grafana_foundation_sdk.models import units
 from bireme.metrics import TABLE
 from tools.dashboards.queries import (
     ALL,
-    BY_WORKER,
+    EACH,
     Choice,
     Combine,
     Query,
@@ -82,38 +82,33 @@ Named = str | Mapping[str, str]  # a metric, or metrics with their names in the 
 
 
 def lines(
-    title: str, metrics: Named, unit: str = units.Short, *, by: Sequence[str] = BY_WORKER, where: str = "",
-    combine: Combine = "sum", shape: Shape = "lines", limits: Limits | None = None, note: str = "",
-    top: float | None = None,
+    title: str, metrics: Named, unit: str = units.Short, *, choice: Choice = EACH, combine: Combine = "sum",
+    shape: Shape = "lines", limits: Limits | None = None, note: str = "", top: float | None = None,
 ) -> Panel:  # fmt: skip
     """Counters a second, gauges as they stand."""
-    queries = tuple(amount(metric, choice, combine) for metric, choice in _choices(metrics, by, where))
+    queries = tuple(amount(metric, one, combine) for metric, one in _named(metrics, choice))
     return Panel(title, queries, unit, shape, limits, note, top)
 
 
-def rare(title: str, metrics: Named, *, by: Sequence[str] = BY_WORKER, note: str = "") -> Panel:
+def rare(title: str, metrics: Named, *, choice: Choice = EACH, note: str = "") -> Panel:
     """Counters of what seldom happens: how often it did."""
-    queries = tuple(events(metric, choice) for metric, choice in _choices(metrics, by, ""))
+    queries = tuple(events(metric, one) for metric, one in _named(metrics, choice))
     return Panel(title, queries, units.Short, "steps", note=" ".join(filter(None, (note, IN_THE_INTERVAL))))
 
 
 def part(
-    title: str, of: tuple[str, str], *, by: Sequence[str] = BY_WORKER, where: str = "", limits: Limits | None = None,
-    note: str = "", top: float | None = 1,
-) -> Panel:  # fmt: skip
+    title: str, of: tuple[str, str], *, choice: Choice = EACH, limits: Limits | None = None, top: float | None = 1
+) -> Panel:
     """One counter's or gauge's share of another."""
-    return Panel(title, (share(*of, Choice(by, where)),), units.PercentUnit, "lines", limits, note, top)
+    return Panel(title, (share(*of, choice),), units.PercentUnit, "lines", limits, top=top)
 
 
-def percentiles(
-    title: str, metric: str, unit: str = units.Seconds, *, by: Sequence[str] = BY_WORKER, where: str = "",
-    note: str = "",
-) -> Panel:  # fmt: skip
-    return Panel(title, tuple(quantile(one, metric, Choice(by, where)) for one in QUANTILES), unit, note=note)
+def percentiles(title: str, metric: str, unit: str = units.Seconds, *, choice: Choice = EACH) -> Panel:
+    return Panel(title, tuple(quantile(one, metric, choice) for one in QUANTILES), unit)
 
 
-def heatmap(title: str, metric: str, unit: str = units.Seconds, *, where: str = "") -> Panel:
-    return Panel(title, (buckets(metric, where),), unit, "heatmap")
+def heatmap(title: str, metric: str, unit: str = units.Seconds, *, choice: Choice = ALL) -> Panel:
+    return Panel(title, (buckets(metric, choice),), unit, "heatmap")
 
 
 def number(title: str, query: Query, unit: str = units.Short, *, limits: Limits | None = None, note: str = "") -> Panel:
@@ -121,11 +116,6 @@ def number(title: str, query: Query, unit: str = units.Short, *, limits: Limits 
     return Panel(title, (query,), unit, "number", limits, note)
 
 
-def all_where(where: str) -> Choice:
-    """All series that match, together."""
-    return Choice(ALL.by, where)
-
-
-def _choices(metrics: Named, by: Sequence[str], where: str) -> list[tuple[str, Choice]]:
+def _named(metrics: Named, choice: Choice) -> list[tuple[str, Choice]]:
     named = {metrics: ""} if isinstance(metrics, str) else metrics
-    return [(metric, Choice(by, where, name)) for metric, name in named.items()]
+    return [(metric, replace(choice, name=name)) for metric, name in named.items()]

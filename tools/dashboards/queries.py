@@ -7,15 +7,20 @@ zero is left out, and Grafana shows "No data".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bireme.metrics import TABLE, Kind
 
 INTERVAL = "$__rate_interval"
 OF_ALL = 'instance=~"$instance", worker=~"$worker"'
-BY_WORKER = ("worker",)
 
+# A request counts where its client asked, at the frontend or a pipeline, and in each engine that worked for it. Engines
+# alone have this gauge.
+ENGINES = "on (instance, worker) bireme_engine_up"
+SIDES = {"all": "", "clients": f" unless {ENGINES}", "engines": f" and {ENGINES}"}
+
+Side = Literal["all", "clients", "engines"]
 Combine = Literal["sum", "max", "avg"]  # of the series that a query does not tell apart
 
 
@@ -33,8 +38,9 @@ class Query:
 class Choice:
     """Which series of a metric are read: those that match, told apart by labels."""
 
-    by: Sequence[str] = BY_WORKER
+    by: Sequence[str]
     where: str = ""  # matchers beside the dashboard's
+    side: Side = "all"
     name: str = ""  # put before the labels in the legend
 
     @property
@@ -54,31 +60,36 @@ class Choice:
 
     def grouped(self, combine: Combine, inner: str, *more: str) -> str:
         labels = ", ".join((*more, *self.by))
+        inner += SIDES[self.side]
         return f"{combine} by ({labels}) ({inner})" if labels else f"{combine}({inner})"
 
 
-ALL = Choice(by=())
+def by(*labels: str, where: str = "", side: Side = "all") -> Choice:
+    return Choice(labels, where, side)
 
 
-def level(metric: str, choice: Choice = Choice(), combine: Combine = "sum") -> Query:
+ALL, EACH, CLIENTS = by(), by("worker"), by(side="clients")
+
+
+def level(metric: str, choice: Choice = EACH, combine: Combine = "sum") -> Query:
     """A gauge as it stands."""
     selector = _of_kind(metric, choice, "gauge")
     return Query(choice.grouped(combine, f"{metric}{selector}"), choice.legend, (metric,))
 
 
-def rate(metric: str, choice: Choice = Choice()) -> Query:
+def rate(metric: str, choice: Choice = EACH) -> Query:
     """A counter a second."""
     selector = _of_kind(metric, choice, "counter")
     return Query(choice.grouped("sum", f"rate({metric}{selector}[{INTERVAL}])"), choice.legend, (metric,))
 
 
-def amount(metric: str, choice: Choice = Choice(), combine: Combine = "sum") -> Query:
+def amount(metric: str, choice: Choice = EACH, combine: Combine = "sum") -> Query:
     """A counter a second, a gauge as it stands."""
     choice.of(metric)
     return rate(metric, choice) if TABLE[metric].kind == "counter" else level(metric, choice, combine)
 
 
-def events(metric: str, choice: Choice = Choice()) -> Query:
+def events(metric: str, choice: Choice = EACH) -> Query:
     """How often a counter of rare events went up in the interval: exact, and with a series' first event.
 
     A counter's series begins with its first event, at 1: rate() and increase() never see that one.
@@ -89,9 +100,9 @@ def events(metric: str, choice: Choice = Choice()) -> Query:
     return Query(f"clamp_min({now} - ({before} or {now} * 0), 0)", choice.legend, (metric,))
 
 
-def share(part: str, whole: str, choice: Choice = Choice(), where: str = "") -> Query:
+def share(part: str, whole: str, choice: Choice = EACH, where: str = "") -> Query:
     """What part of one counter or gauge another one is; `where` holds for the part alone."""
-    narrowed = Choice(choice.by, ", ".join(filter(None, (choice.where, where))))
+    narrowed = replace(choice, where=", ".join(filter(None, (choice.where, where))))
     counted, all_of_it = amount(part, narrowed).expression, amount(whole, choice).expression
     return Query(f"{counted} / ({all_of_it} > 0)", choice.legend, (part, whole))
 
@@ -102,13 +113,13 @@ def rest(part: str, whole: str, choice: Choice, where: str) -> Query:
     return Query(f"1 - {query.expression}", query.legend, query.metrics)
 
 
-def quantile(part: float, metric: str, choice: Choice = Choice()) -> Query:
+def quantile(part: float, metric: str, choice: Choice = EACH) -> Query:
     """A quantile of a histogram; a comparison leaves out the NaN of an interval without observations."""
     name = f"{choice.legend} p{part * 100:g}".strip()
     return Query(f"histogram_quantile({part:g}, {_buckets(metric, choice)}) >= 0", name, (metric,))
 
 
-def mean(metric: str, choice: Choice = Choice()) -> Query:
+def mean(metric: str, choice: Choice = EACH) -> Query:
     """The mean of a histogram's observations."""
     selector = _of_kind(metric, choice, "histogram")
     amounts, counts = (
@@ -117,9 +128,9 @@ def mean(metric: str, choice: Choice = Choice()) -> Query:
     return Query(f"{amounts} / ({counts} > 0)", choice.legend, (metric,))
 
 
-def buckets(metric: str, where: str = "") -> Query:
-    """A histogram's buckets over all workers, for a heatmap."""
-    return Query(_buckets(metric, Choice((), where)), "{{le}}", (metric,), is_histogram=True)
+def buckets(metric: str, choice: Choice = ALL) -> Query:
+    """A histogram's buckets, for a heatmap."""
+    return Query(_buckets(metric, choice), "{{le}}", (metric,), is_histogram=True)
 
 
 def _buckets(metric: str, choice: Choice) -> str:

@@ -16,7 +16,7 @@ from tools.dashboards.panels import (
     percentiles,
     rare,
 )
-from tools.dashboards.queries import ALL, level, rate, rest, share
+from tools.dashboards.queries import ALL, by, level, rate, rest, share
 
 NOT_REFUSED = 'reason!="refused"'
 MISPREDICTED = Limits(0.05, 0.1)
@@ -55,21 +55,30 @@ DECISIONS = Row(
     [
         [
             lines(
-                "By reason", "bireme_routing_decisions_total", units.RequestsPerSecond, by=("reason",), shape="stacked"
+                "By reason",
+                "bireme_routing_decisions_total",
+                units.RequestsPerSecond,
+                choice=by("reason"),
+                shape="stacked",
             ),
             lines(
                 "Who gets requests",
                 "bireme_routed_total",
                 units.RequestsPerSecond,
-                by=("target",),
+                choice=by("target"),
                 shape="parts of all",
             ),
             lines(
-                "Who computes prompts", "bireme_prompts_placed_total", units.RequestsPerSecond, by=("worker", "stage")
+                "Who computes prompts",
+                "bireme_prompts_placed_total",
+                units.RequestsPerSecond,
+                choice=by("worker", "stage"),
             ),
         ],
         [
-            lines("Requests to each worker", "bireme_routed_total", units.RequestsPerSecond, by=("worker", "target")),
+            lines(
+                "Requests to each worker", "bireme_routed_total", units.RequestsPerSecond, choice=by("worker", "target")
+            ),
             lines("Waiting in the engines", "bireme_requests_waiting"),
             lines("Running in the engines", "bireme_requests_running"),
         ],
@@ -129,11 +138,13 @@ FEED = Row(
                 "Gaps and resyncs",
                 {"bireme_kv_feed_gaps_total": "missed", "bireme_kv_feed_resyncs_total": "in step again"},
             ),
-            rare("Messages left out", "bireme_kv_feed_discarded_total", by=("worker", "reason")),
+            rare("Messages left out", "bireme_kv_feed_discarded_total", choice=by("worker", "reason")),
         ],
         [
             rare("Events lost by engines", "bireme_kv_event_gaps_total"),
-            lines("Old views of who serves", "bireme_discovery_stale", by=("worker", "model"), combine="max", top=1),
+            lines(
+                "Old views of who serves", "bireme_discovery_stale", choice=by("worker", "model"), combine="max", top=1
+            ),
             rare("Migrations", "bireme_migrations_total"),
         ],
     ],

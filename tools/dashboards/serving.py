@@ -15,8 +15,9 @@ from tools.dashboards.panels import (
     percentiles,
     rare,
 )
-from tools.dashboards.queries import ALL, level, quantile, rate, rest
+from tools.dashboards.queries import ALL, CLIENTS, by, level, quantile, rate, rest
 
+OF_CLIENTS, OF_ENGINES = by("worker", side="clients"), by("worker", side="engines")
 GOOD_ENDS = 'outcome=~"stop|length|tool_calls|CANCELLED"'
 NOT_FAILED = "Ended otherwise than by stop, length, tool calls or their client."
 
@@ -24,17 +25,19 @@ NOW = Row(
     "Now",
     [
         [
-            number("Requests", rate("bireme_requests_total", ALL), units.RequestsPerSecond),
+            number("Requests", rate("bireme_requests_total", CLIENTS), units.RequestsPerSecond),
             number(
                 "Failed",
-                rest("bireme_requests_total", "bireme_requests_total", ALL, GOOD_ENDS),
+                rest("bireme_requests_total", "bireme_requests_total", CLIENTS, GOOD_ENDS),
                 units.PercentUnit,
                 limits=Limits(0.01, 0.05),
                 note=NOT_FAILED,
             ),
             number("Generated", rate("bireme_generated_tokens_total", ALL), TOKENS_A_SECOND),
-            number("First token, p95", quantile(0.95, "bireme_time_to_first_token_seconds", ALL), units.Seconds),
-            number("Gap between tokens, p95", quantile(0.95, "bireme_inter_token_latency_seconds", ALL), units.Seconds),
+            number("First token, p95", quantile(0.95, "bireme_time_to_first_token_seconds", CLIENTS), units.Seconds),
+            number(
+                "Gap between tokens, p95", quantile(0.95, "bireme_inter_token_latency_seconds", CLIENTS), units.Seconds
+            ),
             number("Running", level("bireme_requests_running", ALL)),
             number("Waiting", level("bireme_requests_waiting", ALL)),
             number("Engines ready", level("bireme_engine_up", ALL), limits=Limits(1, 0.5)),
@@ -50,7 +53,7 @@ TRAFFIC = Row(
                 "Requests by outcome",
                 "bireme_requests_total",
                 units.RequestsPerSecond,
-                by=("worker", "outcome"),
+                choice=by("worker", "outcome", side="clients"),
                 shape="stacked",
             ),
             lines(
@@ -84,16 +87,16 @@ LATENCY = Row(
     "Latency",
     [
         [
-            percentiles("Time to first token", "bireme_time_to_first_token_seconds"),
-            heatmap("Time to first token, all workers", "bireme_time_to_first_token_seconds"),
+            percentiles("Time to first token", "bireme_time_to_first_token_seconds", choice=OF_CLIENTS),
+            heatmap("Time to first token, all clients", "bireme_time_to_first_token_seconds", choice=CLIENTS),
         ],
         [
-            percentiles("Gap between deliveries of a stream", "bireme_inter_token_latency_seconds"),
-            heatmap("Gap between deliveries, all workers", "bireme_inter_token_latency_seconds"),
+            percentiles("Gap between deliveries of a stream", "bireme_inter_token_latency_seconds", choice=OF_CLIENTS),
+            heatmap("Gap between deliveries, all clients", "bireme_inter_token_latency_seconds", choice=CLIENTS),
         ],
         [
             percentiles("Queue", "bireme_queue_seconds"),
-            percentiles("Whole request", "bireme_request_seconds"),
+            percentiles("Whole request", "bireme_request_seconds", choice=OF_CLIENTS),
             percentiles("Engine step", "bireme_engine_step_seconds"),
         ],
     ],
@@ -103,7 +106,7 @@ FRONTEND = Row(
     "Frontend and back-pressure",
     [
         [
-            lines("HTTP answers", "bireme_http_requests_total", units.RequestsPerSecond, by=("path", "status")),
+            lines("HTTP answers", "bireme_http_requests_total", units.RequestsPerSecond, choice=by("path", "status")),
             lines(
                 "HTTP requests under way, and able to answer",
                 {"bireme_http_requests_active": "under way", "bireme_frontend_ready": "ready"},
@@ -121,11 +124,16 @@ FRONTEND = Row(
                     "bireme_migrations_total": "migrated",
                 },
             ),
-            lines("Refused by a key's limit", "bireme_rate_limited_total", units.RequestsPerSecond, by=("key",)),
-            lines("Tokens of long prompts", "bireme_tokenized_tokens_total", TOKENS_A_SECOND, by=("worker", "source")),
+            lines("Refused by a key's limit", "bireme_rate_limited_total", units.RequestsPerSecond, choice=by("key")),
+            lines(
+                "Tokens of long prompts",
+                "bireme_tokenized_tokens_total",
+                TOKENS_A_SECOND,
+                choice=by("worker", "source"),
+            ),
         ],
         [
-            lines("Batch lines", "bireme_batch_lines_total", units.RequestsPerSecond, by=("status",)),
+            lines("Batch lines", "bireme_batch_lines_total", units.RequestsPerSecond, choice=by("status")),
             lines("Tokenizer's cache", "bireme_tokenizer_cache_bytes", units.BytesIEC),
             lines("Threads held by dead stubs", "bireme_bls_threads_lost", limits=Limits(1, 4)),
         ],
@@ -136,8 +144,20 @@ ENGINES = Row(
     "Engines",
     [
         [
+            lines(
+                "Requests of engines by outcome",
+                "bireme_requests_total",
+                units.RequestsPerSecond,
+                choice=by("worker", "outcome", side="engines"),
+                shape="stacked",
+                note="Prefill's requests end with not_finished: decode goes on with them.",
+            ),
+            percentiles("Time to first token, in engines", "bireme_time_to_first_token_seconds", choice=OF_ENGINES),
+            percentiles("Gap between deliveries, in engines", "bireme_inter_token_latency_seconds", choice=OF_ENGINES),
+        ],
+        [
             lines("Ready and asleep", {"bireme_engine_up": "ready", "bireme_engine_asleep": "asleep"}),
-            rare("Restarts", "bireme_engine_restarts_total", by=("worker", "cause")),
+            rare("Restarts", "bireme_engine_restarts_total", choice=by("worker", "cause")),
             lines("Load time of this life", "bireme_engine_load_seconds", units.Seconds, combine="max"),
         ],
         [
@@ -145,14 +165,16 @@ ENGINES = Row(
                 "Steps by what computed them",
                 "bireme_engine_steps_total",
                 units.OpsPerSecond,
-                by=("worker", "path"),
+                choice=by("worker", "path"),
                 shape="stacked",
             ),
             rare(
                 "Preempted and rested",
                 {"bireme_preemptions_total": "preempted", "bireme_best_effort_rests_total": "rested"},
             ),
-            lines("Probes of the launch", "bireme_canaries_total", units.RequestsPerSecond, by=("worker", "outcome")),
+            lines(
+                "Probes of the launch", "bireme_canaries_total", units.RequestsPerSecond, choice=by("worker", "outcome")
+            ),
         ],
     ],
 )
@@ -161,7 +183,7 @@ WEIGHTS = Row(
     "Weights",
     [
         [
-            rare("Loads by source", "bireme_weights_loads_total", by=("worker", "source")),
+            rare("Loads by source", "bireme_weights_loads_total", choice=by("worker", "source")),
             lines(
                 "Time to read and to map",
                 {"bireme_weights_load_seconds": "read", "bireme_weights_attach_seconds": "mapped"},
@@ -198,7 +220,7 @@ MEDIA = Row(
         [
             lines("Denoising steps", "bireme_video_steps_total", units.OpsPerSecond),
             lines("Frames and pictures delivered", "bireme_video_frames_total", units.OpsPerSecond),
-            lines("Jobs of videos", "bireme_video_jobs", by=("status",), shape="stacked"),
+            lines("Jobs of videos", "bireme_video_jobs", choice=by("status"), shape="stacked"),
         ],
         [lines("Files of videos", "bireme_video_files_bytes", units.BytesIEC)],
     ],
