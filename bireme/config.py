@@ -334,6 +334,8 @@ class KvEventsConfig(Settings, frozen=True, kw_only=True):
     nats_credentials: str = ""  # file that NATS calls a creds file ($NAME is expanded); "": none
     nats_prefix: Annotated[str, msgspec.Meta(pattern=r"^[\w-]+(\.[\w-]+)*$")] = "bireme"  # of all subjects
     replay_batches: Positive = 10_000  # sent batches that an engine keeps for readers that missed some, 64 MiB at most
+    # A record of each engine step: what it computed, what waited, how long it took (docs/observability.md)
+    step_records: bool = False
 
 
 class ChatConfig(Settings, frozen=True, kw_only=True):

@@ -137,6 +137,14 @@ TABLE: dict[str, MetricSpec] = {
             "decode_graph, prompt_graph.",
             "path",
         ),
+        _histogram(
+            "bireme_forward_pass_seconds",
+            "One engine step by what it computed (prefill, decode, mixed), with kv_events.step_records.",
+            _SECONDS,
+            "kind",
+        ),
+        _histogram("bireme_forward_pass_tokens", "Tokens that such a step computed.", _TOKENS, "kind"),
+        _counter("bireme_step_records_lost_total", "Step records dropped before they were sent."),
         _gauge("bireme_engine_load_seconds", "Time from start to ready of this engine life."),
         _counter(
             "bireme_weights_loads_total",

@@ -50,6 +50,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     load_endpoint: str = ""  # ZeroMQ PUB address of its load; "": none
     event_endpoint: str = ""  # ZeroMQ PUB address of its KV events; "": none
     replay_endpoint: str = ""  # ZeroMQ ROUTER address that answers with missed events; "": none
+    step_endpoint: str = ""  # ZeroMQ PUB address of its step records; "": none
 
     @property
     def id(self) -> str:

@@ -25,6 +25,7 @@ from bireme.config import EngineConfig, Limits, MediaLimits
 from bireme.disagg import DisaggregatedParams
 from bireme.kv.blocks.events import KvEvent
 from bireme.kv.transfer.base import KvTransfer
+from bireme.kv.wire.step_records import StepRing
 from bireme.messages import Capacity, EncodeRequest, EngineRequest, Finish, TokenLogprobs
 from bireme.metrics import Registry
 from bireme.multimodal.wire import OpenedItem
@@ -182,4 +183,5 @@ class EngineContext:
     hold_weights: Callable[[str], WeightsHold] | None = None  # of the memory service; None: each engine has its own
     hold_wait_s: float = 0.0  # for another engine that reads the same weights
     findings_path: Path | None = None  # of what a start finds out and the next need not; None: nothing is kept
+    steps: StepRing | None = None  # for a record of each step; None: nobody asks for them
     gpu_neighbors: tuple[float, ...] = ()  # free_gpu_memory_fraction of the recipe's other engines on this GPU

@@ -32,6 +32,7 @@ from bireme.engines.stub.environment import given_recipe, gpu_neighbors, num_thr
 from bireme.engines.stub.process_log import start_log
 from bireme.errors import ConfigError, UnavailableError, to_message
 from bireme.kv.transfer.base import KvTransfer
+from bireme.kv.wire.step_records import StepRing
 from bireme.messages import Capacity
 from bireme.metrics import Registry
 from bireme.own_process import freeze_gc, reuse_memory
@@ -59,6 +60,7 @@ class EngineProcess:
         self._worker, self._endpoint = worker, endpoint
         self._life = life
         self._metrics = Registry(worker)
+        self._steps: StepRing | None = None  # where step records are asked for
         self._own_work = OwnWork.open(endpoint.removeprefix("ipc://") + SUFFIX)
         self._server = EngineServer(endpoint, life, self._metrics, self._own_work)
         self._create_engine = create_engine
@@ -125,6 +127,7 @@ class EngineProcess:
             load_endpoint=plane.load_endpoint if plane else "",
             event_endpoint=plane.event_endpoint if plane else "",
             replay_endpoint=plane.replay_endpoint if plane else "",
+            step_endpoint=plane.step_endpoint if plane else "",
             tokens_per_block=capacity.tokens_per_block,
             capacity=capacity,
             moves_own_kv=entry.kind.moves_own_kv or (transfer is not None and transfer.reaches_other_hosts),
@@ -143,7 +146,9 @@ class EngineProcess:
     def _context(
         self, recipe: Recipe, entry: WorkerEntry, transfer: KvTransfer | None, share: EmbeddingShare | None
     ) -> EngineContext:
-        has_events = recipe.publishes_events and stage_of(self._worker) in ROUTED_STAGES
+        is_routed = stage_of(self._worker) in ROUTED_STAGES
+        has_events = recipe.publishes_events and is_routed
+        self._steps = StepRing() if recipe.kv_events.step_records and is_routed else None
         return EngineContext(
             worker=self._worker,
             stage=stage_of(self._worker),
@@ -162,6 +167,7 @@ class EngineProcess:
             hold_weights=self._hold_weights if recipe.memory_service.enabled else None,
             hold_wait_s=recipe.supervisor.start_timeout_s / 2,
             findings_path=run_folder.locate() / f"{self._worker}.findings",
+            steps=self._steps,
             gpu_neighbors=gpu_neighbors(recipe, self._worker),
         )
 
@@ -218,12 +224,15 @@ class EngineProcess:
         return transfer
 
     def _make_publisher(self, recipe: Recipe, entry: WorkerEntry, key: bytes, capacity: Capacity) -> EventPlane | None:
-        has_events = recipe.publishes_events
-        if stage_of(self._worker) not in ROUTED_STAGES or not (has_events or recipe.has_load_routing):
+        has_events, ring, num_ranks = recipe.publishes_events, self._steps, capacity.attention_dp_size
+        is_asked = has_events or recipe.has_load_routing or ring is not None
+        if stage_of(self._worker) not in ROUTED_STAGES or not is_asked:
             return None
         from bireme.kv.publishing.publisher import KvPublisher
+        from bireme.kv.publishing.step_stream import StepStream
 
         assert self._engine is not None
+        name = worker_id(self._worker, self._presence.server)
         plane = self._make_plane(recipe.kv_events, key, has_events)
         publisher = KvPublisher(
             self._engine,
@@ -231,11 +240,12 @@ class EngineProcess:
             worker=self._worker,
             life=self._life,
             tokens_per_block=capacity.tokens_per_block,
-            num_ranks=capacity.attention_dp_size,
+            num_ranks=num_ranks,
             deployment_key=key,
             metrics=self._metrics,
             has_events=has_events,
             replay_batches=recipe.kv_events.replay_batches,
+            steps=StepStream(ring, name, self._life, num_ranks, self._metrics) if ring is not None else None,
         )
         self._parts.callback(publisher.close)
         publisher.start()
@@ -272,13 +282,14 @@ class EngineProcess:
             time.sleep(0.005)
 
     def _make_plane(self, config: KvEventsConfig, key: bytes, has_events: bool) -> EventPlane:
+        has_steps = config.step_records
         if config.plane == "zmq":
             from bireme.kv.publishing.zmq_plane import ZmqPlane
 
-            return ZmqPlane(self._endpoint, config.host, key, has_events=has_events)
+            return ZmqPlane(self._endpoint, config.host, key, has_events=has_events, has_steps=has_steps)
         from bireme.kv.publishing.nats_plane import NatsPlane
 
-        return NatsPlane(config, self._worker, self._life, key, has_events=has_events)
+        return NatsPlane(config, self._worker, self._life, key, has_events=has_events, has_steps=has_steps)
 
     def _stop(self) -> None:
         try:

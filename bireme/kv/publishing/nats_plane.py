@@ -2,6 +2,7 @@
 
     BASE.events.RANK    events, with seq and signature as headers     BASE: <prefix>.kv.<worker>-<life>-<random>
     BASE.load           load
+    BASE.steps          step records
     BASE.replay         a reader's question: first seq (8 bytes) and topic; answered at its reply subject
 
 With JetStream a stream keeps what was published, and readers fetch what they missed from there; a snapshot, and what
@@ -25,6 +26,7 @@ from bireme.inbox import Inbox
 from bireme.kv.publishing.publisher import ReplayRequest
 from bireme.kv.wire.event_wire import LOAD_TOPIC, decode_seq, rank_of
 from bireme.kv.wire.nats_connection import ENDPOINT, NatsConnection, stream_name
+from bireme.kv.wire.step_records import STEP_TOPIC
 
 _MAX_QUEUED = 5_000  # messages on their way to the server
 _MAX_ANSWERS_QUEUED = 64
@@ -40,12 +42,20 @@ class NatsPlane:
     """Connects by itself. Raises ConfigError."""
 
     def __init__(
-        self, config: KvEventsConfig, worker: str, life: int, deployment_key: bytes, *, has_events: bool = True
+        self,
+        config: KvEventsConfig,
+        worker: str,
+        life: int,
+        deployment_key: bytes,
+        *,
+        has_events: bool = True,
+        has_steps: bool = False,
     ) -> None:
         self._config = config
         self._base = f"{config.nats_prefix}.kv.{worker}-{life}-{secrets.token_hex(4)}"
         self.load_endpoint = ENDPOINT + self._base
         self.event_endpoint = self.replay_endpoint = self.load_endpoint if has_events else ""
+        self.step_endpoint = self.load_endpoint if has_steps else ""
         self._wakeup = threading.Event()
         self._requests: collections.deque[ReplayRequest] = collections.deque(maxlen=_MAX_REQUESTS)
         self._queue = Inbox[tuple[str, int, bytes, bool]](lambda: self._connection.submit(self._pump))
@@ -70,6 +80,8 @@ class NatsPlane:
     def publish(self, topic: bytes, seq: int, payload: bytes) -> None:
         if topic == LOAD_TOPIC:
             self._send(f"{self._base}.load", seq, payload, _MAX_QUEUED)
+        elif topic == STEP_TOPIC:
+            self._send(f"{self._base}.steps", seq, payload, _MAX_QUEUED)
         else:
             is_kept = self._config.plane == "jetstream"
             self._send(f"{self._base}.events.{rank_of(topic)}", seq, payload, _MAX_QUEUED, is_kept=is_kept)

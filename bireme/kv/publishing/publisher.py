@@ -1,4 +1,4 @@
-"""Tells routers what an engine holds and how busy it is: one thread in the engine process.
+"""Tells routers what an engine holds and how busy it is, and others what its steps did: one thread in its process.
 
 The engine never waits for this thread, which is woken after each step. What it sends is kept for readers that miss
 something, within bounds; who asks for more gets a snapshot, a part a turn. An error is counted, and leaves a gap in the
@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from bireme.child_process import Backoff
 from bireme.kv.blocks import hashing
 from bireme.kv.blocks.events import KvEvent
 from bireme.kv.publishing.held_blocks import HeldBlocks
+from bireme.kv.publishing.step_stream import StepStream
 from bireme.kv.wire.event_wire import (
     END,
     LOAD_TOPIC,
@@ -33,6 +35,7 @@ from bireme.kv.wire.event_wire import (
     encode_payload,
     event_topic,
 )
+from bireme.kv.wire.step_records import STEP_TOPIC
 from bireme.metrics import Registry
 
 logger = logging.getLogger("bireme.kv")
@@ -97,6 +100,8 @@ class EventPlane(Protocol):
     def event_endpoint(self) -> str: ...
     @property
     def replay_endpoint(self) -> str: ...
+    @property
+    def step_endpoint(self) -> str: ...
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a request is there, it is woken, or the time is over."""
@@ -186,7 +191,9 @@ class KvPublisher:
         metrics: Registry,
         has_events: bool,
         replay_batches: int,
+        steps: StepStream | None = None,
     ) -> None:
+        self._steps = steps
         self._source, self._plane, self._metrics = source, plane, metrics
         self._worker, self._life = worker, life
         self._has_events = has_events
@@ -255,6 +262,8 @@ class KvPublisher:
             if not rank.next_seq:  # readers of an earlier life at this address forget what it held
                 self._send(rank, [AllBlocksCleared()])
         self._publish_events()
+        for number, payload in self._steps.take() if self._steps is not None else ():
+            self._guard("publish", partial(self._plane.publish, STEP_TOPIC, number, payload))
         self._report_load()
         for request in self._plane.requests():
             self._begin_answer(request)

@@ -1,6 +1,7 @@
 """The ZeroMQ event plane of one engine: a PUB socket of events, a ROUTER that answers who missed some, a PUB of load.
 
 Load has a socket of its own, so that a reader of vLLM's format that takes every topic finds nothing else among events.
+So have step records, for Dynamo's readers.
 Unix sockets in the run folder, which only this user enters, or TCP. On another address than loopback all speak CURVE
 with keys made from the deployment's key: only its processes can read, and no reader takes another for an engine.
 """
@@ -18,9 +19,11 @@ from bireme.errors import ConfigError
 from bireme.kv.publishing.publisher import ReplayRequest
 from bireme.kv.wire.curve import curve_keys, is_ipv6, let_in_readers, needs_curve
 from bireme.kv.wire.event_wire import LOAD_TOPIC, decode_seq, encode_seq, rank_of
+from bireme.kv.wire.step_records import STEP_TOPIC
 
 _EVENT_HWM = 5_000  # batches that wait for a slow subscriber; more are dropped for it, which it sees as a gap
 _LOAD_HWM = 100  # of reports only the last counts
+_STEP_HWM = 10_000  # records that wait for a slow subscriber; more are dropped for it, which it sees as a gap
 _ROUTER_HWM = 64
 _MAX_REQUEST_BYTES = 1024
 _REQUESTS_A_TURN = 64
@@ -29,7 +32,9 @@ _REQUESTS_A_TURN = 64
 class ZmqPlane:
     """Binds when it is made. Raises ConfigError."""
 
-    def __init__(self, ipc_prefix: str, host: str, deployment_key: bytes, *, has_events: bool = True) -> None:
+    def __init__(
+        self, ipc_prefix: str, host: str, deployment_key: bytes, *, has_events: bool = True, has_steps: bool = False
+    ) -> None:
         """`ipc_prefix`: of the Unix sockets, `ipc:///run/decode-1`; `host`: an address to bind instead."""
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing, self._is_closed = threading.Lock(), False
@@ -51,6 +56,7 @@ class ZmqPlane:
             self._events = self._bind(zmq.PUB, _EVENT_HWM, base if host else base + ".e")
             self._router = self._bind(zmq.ROUTER, _ROUTER_HWM, base if host else base + ".r")
             self._poller.register(self._router, zmq.POLLIN)
+        self._steps = self._bind(zmq.PUB, _STEP_HWM, base if host else base + ".s") if has_steps else None
 
     @property
     def problem(self) -> str:
@@ -68,6 +74,10 @@ class ZmqPlane:
     def replay_endpoint(self) -> str:
         return _endpoint(self._router)
 
+    @property
+    def step_endpoint(self) -> str:
+        return _endpoint(self._steps)
+
     def wait(self, timeout_s: float) -> None:
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._wakeup in ready:
@@ -80,7 +90,7 @@ class ZmqPlane:
                 os.eventfd_write(self._wakeup, 1)
 
     def publish(self, topic: bytes, seq: int, payload: bytes) -> None:
-        socket = self._load if topic == LOAD_TOPIC else self._events
+        socket = {LOAD_TOPIC: self._load, STEP_TOPIC: self._steps}.get(topic, self._events)
         assert socket is not None
         socket.send_multipart((topic, encode_seq(seq), payload), zmq.NOBLOCK)
 

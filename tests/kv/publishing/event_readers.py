@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -69,6 +70,33 @@ class VllmSubscriber:
                 socket.close(0)
                 return found
             found.append((int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload, type=VllmBatch)))
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+class StepSubscriber:
+    """A SUB socket as Dynamo's relay opens it: of every topic, and frames other than three are no record."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self.sub = self._context.socket(zmq.SUB)
+        self.sub.subscribe("")
+        self.sub.connect(endpoint)
+
+    def take(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        assert self.sub.poll(int(timeout_s * 1000)), "no record"
+        topic, seq, payload = self.sub.recv_multipart()
+        record: dict[str, Any] = msgspec.msgpack.decode(payload)
+        assert (topic, int.from_bytes(seq, "big")) == (b"forward-pass-metrics", record["counter_id"])
+        return record
+
+    def until(self, is_last: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Return all records up to the first that is such."""
+        records = [self.take()]
+        while not is_last(records[-1]):
+            records.append(self.take())
+        return records
 
     def close(self) -> None:
         self._context.destroy(0)

@@ -12,6 +12,7 @@ from bireme.kv.blocks.events import EventBuffer, StoredBlock
 from bireme.kv.blocks.hashing import event_seed, sequence_hashes
 from bireme.kv.following.feed import KvFeed
 from bireme.kv.publishing.publisher import KvPublisher
+from bireme.kv.publishing.step_stream import StepStream
 from bireme.kv.publishing.zmq_plane import ZmqPlane
 from bireme.metrics import Registry
 
@@ -58,9 +59,14 @@ class Published:
 
     def __init__(self, folder: Path, worker: str = "decode", life: int = 7, host: str = "", **settings: Any) -> None:
         self.source, self.metrics = Source(settings.pop("max_size", 1000)), Registry(worker)
-        has_events = settings.get("has_events", True)
-        plane = settings.pop("plane", None)
-        self.plane: Any = plane or ZmqPlane(f"ipc://{folder}/{worker}-{life}", host, KEY, has_events=has_events)
+        has_events, self.ring = settings.get("has_events", True), settings.pop("ring", None)
+        plane, has_steps = settings.pop("plane", None), self.ring is not None
+        self.plane: Any = plane or ZmqPlane(
+            f"ipc://{folder}/{worker}-{life}", host, KEY, has_events=has_events, has_steps=has_steps
+        )
+        if self.ring is not None:
+            ranks = settings.get("num_ranks", 1)
+            settings["steps"] = StepStream(self.ring, f"{worker}@here:1", life, ranks, self.metrics)
         options = {"has_events": True, "replay_batches": 100, "num_ranks": 1} | settings
         self.publisher = KvPublisher(
             self.source, self.plane, worker=worker, life=life, tokens_per_block=SIZE,
@@ -72,6 +78,7 @@ class Published:
             load_endpoint=self.plane.load_endpoint,
             event_endpoint=self.plane.event_endpoint,
             replay_endpoint=self.plane.replay_endpoint,
+            step_endpoint=self.plane.step_endpoint,
         )
         self._is_open = True
         self.publisher.start()
