@@ -34,6 +34,7 @@ from bireme.engines.mocker.metrics import MockMetrics
 from bireme.engines.mocker.pace import Pace
 from bireme.engines.mocker.rows import LAYOUT, MockKvRows
 from bireme.engines.mocker.sequence import MockSequence, MockSequenceStatus
+from bireme.engines.mocker.step_records import MockRecorder
 from bireme.engines.mocker.tokens import Ids, plain_ids, printable_ids
 from bireme.errors import BiremeError, DeadlineExceededError, RequestError, to_message
 from bireme.kv.blocks.events import EventBuffer, KvEvent
@@ -78,6 +79,7 @@ class MockEngine:
         self._expire_at = 0.0
         self._emit: Emit  # from `start` on
         self._step_log = StepLog()
+        self._recorder = MockRecorder(context.steps) if context.steps is not None else None
         self._thread = threading.Thread(target=self._run, name="mocker", daemon=True)
 
     def start(self, emit: Emit) -> Capacity:
@@ -242,11 +244,15 @@ class MockEngine:
         options = sequence.request.options
         sequence.content = self._pool.content(sequence.request.prompt, options.lora_name, options.cache_salt)
         bisect.insort(self._waiting, sequence, key=lambda one: one.rank)
+        if self._recorder is not None:
+            self._recorder.queued(sequence)
 
     def _leave_queue(self, sequence: MockSequence) -> None:
         with self._lock:
             self._num_queued -= 1
             self._num_queued_tokens -= sequence.num_to_compute
+        if self._recorder is not None:
+            self._recorder.left_queue(sequence)
 
     def _abort(self, key: RequestKey) -> None:
         sequence = self._running.get(key) or next((one for one in self._waiting if one.key == key), None)
@@ -381,6 +387,8 @@ class MockEngine:
     def _do_step(self, decoding: list[MockSequence], prefilling: list[MockSequence]) -> None:
         began, is_first = time.monotonic(), self._pace.is_idle
         self._began_at = began
+        if self._recorder is not None:
+            self._recorder.begin(decoding, prefilling)
         prefill_s, prefilled = self._prefill(prefilling, self._max_num_tokens - len(decoding))
         plain, others = _advance(decoding)  # tokens are made within the step, as a GPU would
         others += prefilled
@@ -399,6 +407,8 @@ class MockEngine:
         if self._accounts.has_canaries:  # of theirs only the first tokens and the last
             num_load -= sum(one.is_canary for one in others)
         self._accounts.gaps(decoding, self._stepped_at, ended)
+        if self._recorder is not None:
+            self._recorder.stepped(ended - (began if is_first else self._stepped_at))
         self._stepped_at = ended
         self._accounts.levels(self._pool, self._best_effort.num_rests)
         self._accounts.stepped(ended - began, num_load)

@@ -13,6 +13,7 @@ from bireme.discovery import run_folder
 from bireme.engines.mocker.tokens import expected_tokens
 from bireme.messages import SamplingParams
 from tests.engines.engine_fixtures import PROMPT, Collector, make_request, wait_for
+from tests.kv.publishing.event_readers import StepSubscriber
 
 DISAGGREGATED = {
     "cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 1000},
@@ -56,6 +57,28 @@ def test_decode_goes_on_where_prefill_ended(pair):
     assert end.reason == "length", end.error
     assert answer.tokens == expected_tokens(PROMPT, 20)
     assert (end.usage.prefill_worker, end.usage.decode_worker) == ("prefill", "decode")
+
+
+def test_each_process_tells_what_its_steps_did(make_recipe, start_client, tmp_path):
+    recipe = make_recipe(engine=DISAGGREGATED, top={"kv_events": {"step_records": True}})
+    clients = start_client(recipe, "prefill"), start_client(recipe, "decode")
+    records = [run_folder.find(tmp_path / "run", name) for name in ("prefill", "decode")]
+    readers = [StepSubscriber(record.step_endpoint) for record in records]
+    assert [record.event_endpoint for record in records] == ["", ""]
+    for reader in readers:
+        assert reader.take()["wall_time"] == 0.0  # a sign of life: it is connected
+    sink, finish = prefill(clients[0])
+    assert decode(clients[1], finish.disaggregated_params).wait().reason == "length"
+    (at_prefill,) = readers[0].until(lambda record: record["wall_time"])[-1:]
+    at_decode = readers[1].until(lambda record: record["wall_time"])[-1:]
+    while len(at_decode) < 19:
+        at_decode += [readers[1].take()]
+    scheduled = [record["scheduled_requests"] for record in at_decode]
+    assert [one["sum_decode_kv_tokens"] for one in scheduled] == list(range(len(PROMPT), len(PROMPT) + 19))
+    assert at_prefill["scheduled_requests"]["sum_prefill_tokens"] == len(PROMPT)
+    assert (at_prefill["worker_id"], at_decode[0]["worker_id"]) == ("prefill", "decode")
+    for reader in readers:
+        reader.close()
 
 
 def test_many_pairs_at_once_free_everything(pair):

@@ -20,6 +20,7 @@ from bireme.engines.registry import create_engine
 from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
 from bireme.kv.blocks.events import BlocksRemoved, BlocksStored
 from bireme.kv.blocks.hashing import event_seed, sequence_hashes
+from bireme.kv.wire.step_records import StepRing
 from bireme.messages import SamplingParams
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import PROMPT, VOCAB_SIZE, check_canaries_are_apart, make_request, wait_for
@@ -58,11 +59,11 @@ class Emitted:
 def start():
     engines: list[MockEngine] = []
 
-    def make(config=None, **mocker):
+    def make(config=None, steps=None, **mocker):
         settings = MockerConfig(**({"vocab_size": VOCAB_SIZE, "step_ms": 1.0} | mocker))
         config = msgspec.structs.replace(config or EngineConfig(), mocker=settings)
         metrics, emitted = Registry("decode"), Emitted()
-        engine = create_engine("mocker", EngineContext("decode", "decode", "", config, metrics))
+        engine = create_engine("mocker", EngineContext("decode", "decode", "", config, metrics, steps=steps))
         engines.append(engine)
         engine.capacity = engine.start(emitted)
         return engine, emitted, metrics
@@ -294,6 +295,55 @@ def test_a_long_prompt_is_prefilled_in_chunks(start):
     submit(engine, 1, make_request(max_tokens=1))
     emitted.finish_of(1)
     assert engine.progress().step == 4  # 50 tokens, 16 a step
+
+
+def test_step_records_add_up_to_what_was_asked(start):
+    ring, num_requests = StepRing(), 12
+    config = EngineConfig(max_num_tokens=64, max_batch_size=4, kv_cache_config=KvCacheConfig(tokens_per_block=16))
+    engine, emitted, _ = start(config, ring, step_ms=0.2)
+    prompts = [[7] * 32 + [number] * (5 + 9 * number) for number in range(1, num_requests)] + [PROMPT]
+    for number, prompt in enumerate(prompts, 1):
+        submit(engine, number, make_request(prompt, 10 + number))
+    usages = [emitted.finish_of(number).usage for number in range(1, num_requests + 1)]
+    wait_for(lambda: engine.progress().step_began_at == 0)
+    records = ring.drain()
+    steps, queues = [one.scheduled_requests for one in records], [one.queued_requests for one in records]
+    assert len(records) == engine.progress().step and min(one.wall_time for one in records) > 0
+    computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+    assert sum(one.sum_prefill_tokens for one in steps) == computed < sum(map(len, prompts))
+    read = [usage.prompt_tokens + at for usage in usages for at in range(usage.completion_tokens - 1)]
+    assert sum(one.num_decode_requests for one in steps) == len(read)
+    assert sum(one.sum_decode_kv_tokens for one in steps) == sum(read)
+    assert queues[0].num_prefill_requests > 0 and queues[0].sum_prefill_tokens > 0
+    assert queues[-1].num_prefill_requests == queues[-1].sum_prefill_tokens == 0
+    assert any(one.var_prefill_length for one in queues) and any(one.var_decode_kv_tokens for one in steps)
+
+
+def test_a_chunk_reads_what_was_computed_of_its_prompt_before(start):
+    ring = StepRing()
+    engine, emitted, _ = start(EngineConfig(max_num_tokens=16), ring)
+    submit(engine, 1, make_request(max_tokens=1))
+    emitted.finish_of(1)
+    wait_for(lambda: engine.progress().step == 4)
+    steps = [one.scheduled_requests for one in ring.drain()]
+    assert [(one.sum_prefill_tokens, one.sum_prefill_kv_tokens) for one in steps] == [
+        (16, 0),
+        (16, 16),
+        (16, 32),
+        (2, 48),
+    ]
+    assert {one.kind for one in steps} == {"prefill"}
+
+
+def test_records_of_steps_that_follow_each_other_tell_the_pace(start):
+    ring = StepRing()
+    engine, emitted, _ = start(None, ring, step_ms=2.0)
+    submit(engine, 1, make_request(max_tokens=40))
+    emitted.finish_of(1)
+    wait_for(lambda: engine.progress().step == 40)
+    records = ring.drain()
+    ends = records[-1].ts - records[0].ts
+    assert sum(one.wall_time for one in records[1:]) == pytest.approx(ends, abs=0.002)
 
 
 def test_blocks_are_free_after_aborts(start):
