@@ -95,6 +95,7 @@ class LoadedEngine:
                 importer=TorchImporter(context.transfer, manager, store, post) if context.transfer else None,
                 mover=self.mover,
                 pictures=pictures.store,
+                steps=context.steps,
             )
         )
         _start_transfer(setup, store)

@@ -20,8 +20,10 @@ from bireme.engines.torch.scheduling.delivery import TokenDelivery
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
+from bireme.engines.torch.scheduling.step_records import StepRecorder
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
 from bireme.errors import BiremeError
+from bireme.kv.wire.step_records import ScheduledRequests
 from bireme.logits.sampler import Sampled
 
 if TYPE_CHECKING:  # Triton's language: CUDA builds alone
@@ -45,6 +47,7 @@ class _Started:
     batch: list[Sequence]  # in the order of its rows
     flight: Flight
     began_at: float
+    scheduled: ScheduledRequests | None  # where steps are recorded
 
 
 class EngineCore:
@@ -54,6 +57,7 @@ class EngineCore:
         self.requests = OpenRequests(parts, self.scheduler)
         self._delivery = TokenDelivery(parts, self.scheduler, self.requests)
         self._arrivals = Arrivals(parts, self.scheduler, self.requests, self._delivery)
+        self._recorder = StepRecorder(parts.steps, self.scheduler.waiting) if parts.steps is not None else None
         self.num_steps = 0
         self._num_failed_steps = 0
         self._started: _Started | None = None
@@ -105,6 +109,7 @@ class EngineCore:
         if started is None:  # else they have begun with it
             self._arrivals.start(plan, began)
         if not plan.has_tokens:
+            self._rest()
             self._end_turn()
             return bool(plan.imports or plan.onboards)
         try:
@@ -124,6 +129,10 @@ class EngineCore:
         """Do a piece of what makes later steps quicker, if nothing is under way; False: there is none left."""
         return self.is_empty and self._parts.forward.make_next_graph()
 
+    def _rest(self) -> None:
+        if self._recorder is not None:
+            self._recorder.rest()
+
     def _end_turn(self) -> None:
         self._arrivals.offload()
         self._parts.accounts.levels(self._parts.manager, self.scheduler)
@@ -135,11 +144,14 @@ class EngineCore:
         if (resident := self._parts.forward.resident_for(plan)) is not None:
             self._run_resident(resident, plan, began)
         elif (computed := self._compute(plan)) is not None:
+            scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
             sampled = self._sample(computed)
             self._advance(plan)
             now, sequences = time.monotonic(), computed.batch.sampled
             self._delivery.accept_all(sequences, sampled, now)
             self._parts.accounts.stepped(computed.path, now - began, len(sequences))
+            if self._recorder is not None and scheduled is not None:
+                self._recorder.stepped(scheduled, computed.path, began)
 
     def _begin(self, plan: SchedulerOutput, now: float) -> None:
         """Register new sequences with sampler and accounts; one that can't begin leaves the plan."""
@@ -221,7 +233,8 @@ class EngineCore:
     def _start(self, resident: ResidentDecode, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
         sampler = self._parts.sampler
         flight = resident.start(plan.decodes, lambda sequence: sampler.row(sequence.key), ahead)
-        return _Started(resident, plan, list(plan.decodes), flight, began)
+        scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
+        return _Started(resident, plan, list(plan.decodes), flight, began, scheduled)
 
     def _land(self, started: _Started) -> None:
         """Read the tokens of a step and deliver them."""
@@ -232,6 +245,8 @@ class EngineCore:
         now = time.monotonic()
         self._delivery.accept_all(started.batch, sampled, now)
         self._parts.accounts.stepped(StepPath.RESIDENT, now - max(started.began_at, self._landed_at), len(running))
+        if self._recorder is not None and started.scheduled is not None:
+            self._recorder.stepped(started.scheduled, StepPath.RESIDENT, started.began_at)
         self._landed_at = now
 
     def _chosen(self, started: _Started, running: list[int]) -> Sampled:
@@ -254,6 +269,7 @@ class EngineCore:
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """End the requests of a step that raised. Raises BrokenEngineError when steps keep failing."""
+        self._rest()
         self._num_failed_steps += 1
         members, count = plan.sequences, self._num_failed_steps
         logger.exception("step_failed step=%d requests=%d in_a_row=%d", self.num_steps, len(members), count)

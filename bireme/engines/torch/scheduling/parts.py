@@ -15,6 +15,7 @@ from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.step import Post
 from bireme.kv.blocks.block_manager import BlockManager
+from bireme.kv.wire.step_records import StepRing
 from bireme.logits.sampler import Sampler
 
 
@@ -34,3 +35,4 @@ class Parts:
     importer: TorchImporter | None = None
     mover: BlockMover | None = None  # where blocks have tiers below the device
     pictures: PictureStore | None = None  # of a model that takes pictures
+    steps: StepRing | None = None  # where step records are asked for

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 
+from bireme.engines.child.step_sums import QueueSums
 from bireme.engines.torch.step import Sequence
 
 
@@ -16,6 +17,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], int, Sequence]] = []
         self.num_tokens = 0  # that members are to compute, unless they are found in the prefix cache
+        self.sums: QueueSums | None = None  # of the members; None: nobody asks for them
         self._num_pushed = 0  # breaks ties: a preempted sequence comes back with the rank that it had
         self._members: dict[int, Sequence] = {}  # by number
         self._parked: list[Sequence] = []  # members that are not in the heap
@@ -25,6 +27,8 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         self.num_tokens += _num_to_compute(sequence)
+        if self.sums is not None:
+            self.sums.add(len(sequence.tokens), _is_decode(sequence))
         self._members[sequence.number] = sequence
         self._insert(sequence)
 
@@ -49,6 +53,8 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         if self._members.pop(sequence.number, None) is not None:
             self.num_tokens -= _num_to_compute(sequence)
+            if self.sums is not None:
+                self.sums.remove(len(sequence.tokens), _is_decode(sequence))
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
             parked = {parked.number for parked in self._parked}
             queued = [member for member in self._members.values() if member.number not in parked]
@@ -62,5 +68,13 @@ class WaitingQueue:
 
 def _num_to_compute(sequence: Sequence) -> int:
     """Return the same while it waits; 0: its KV comes from prefill."""
-    is_import = sequence.params is not None and not sequence.is_sampling
-    return 0 if is_import else len(sequence.tokens)
+    return 0 if _is_import(sequence) else len(sequence.tokens)
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    """Return the same while it waits: whether it had its first token before it was preempted, or prefill has it."""
+    return bool(sequence.first_token_at) or _is_import(sequence)
+
+
+def _is_import(sequence: Sequence) -> bool:
+    return sequence.params is not None and not sequence.is_sampling
