@@ -17,8 +17,10 @@ from typing import Any
 
 from bireme.engines.trtllm.kv_events import KvEventReader, PicturePlaces
 from bireme.engines.trtllm.series import SeriesRelay
+from bireme.engines.trtllm.step_records import record_of
 from bireme.kv.blocks.events import BlocksRemoved, BlocksStored, KvEvent
 from bireme.kv.blocks.hashing import MediaSpan
+from bireme.kv.wire.step_records import StepRing
 from bireme.metrics import Registry
 
 logger = logging.getLogger("bireme.engines.trtllm")
@@ -44,8 +46,10 @@ class Iterations:
         has_stats: bool,
         events_name_owners: bool = True,
         places: PicturePlaces | None = None,
+        steps: StepRing | None = None,
     ) -> None:
         self._llm = llm
+        self._steps = steps
         self._metrics = metrics
         self._relay, self._relay_error = relay, ""
         self._has_stats = has_stats
@@ -167,6 +171,8 @@ class Iterations:
             self._total[rank] = blocks["maxNumBlocks"]
             self._metrics.set("bireme_kv_blocks_total", sum(self._total.values()))
             self._has_pool_size.set()
+        if self._steps is not None and (record := record_of(stats)) is not None:
+            self._steps.add(record)
         self._relay.iteration(stats)
 
     def _take_event(self, event: Mapping[str, Any]) -> None:

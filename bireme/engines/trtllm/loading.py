@@ -126,6 +126,7 @@ def _iterations(
         bool(arguments.values["enable_iter_perf_stats"]),
         api.events_name_owners,
         places,
+        context.steps,
     )
 
 
