@@ -7,9 +7,11 @@ routers know of them comes late by --lag-ms. The same --seed gives the same figu
     python tools/simulate.py mooncake_conversation.jsonl --modes kv,round_robin --plot modes.png
     python tools/simulate.py shared_prefix --requests 4000 --rate 12 --workers 8
     python tools/simulate.py agentic --routers 8 --config '{"decode_weight": 0.3}'
+    python tools/simulate.py /tmp/dynamo-request-trace.*.jsonl.gz
 
-Traces have Mooncake's form (kvcache-ai/Mooncake, FAST25-release/traces); what came in the same three seconds is spread
-over them. Progress goes to stderr; the table comes first, the last line of stdout is one JSON document.
+Traces have Mooncake's form (kvcache-ai/Mooncake, FAST25-release/traces), where what came in the same three seconds is
+spread over them, or the request log's, `dynamo.request.trace.v1`, Dynamo's own and compressed ones too. Progress goes
+to stderr; the table comes first, the last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from benchmarks.simulation.trace import (
     GENERATORS,
     TOKENS_PER_BLOCK,
     SimulatedRequest,
+    Trace,
     endless_hits,
     faster,
-    read_trace,
+    read_traces,
     spread_out,
 )
 from bireme.config import MockerConfig, RouterConfig, RoutingMode
@@ -53,14 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         router = convert(json.loads(options.config), RouterConfig, "--config")
-        requests = load(options)
+        trace = load(options)
     except (ConfigError, ValueError, OSError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
+    requests, size = trace.requests, trace.tokens_per_block
     settings = ClusterSettings(
         num_workers=options.workers,
         num_routers=options.routers,
-        num_blocks=options.blocks,
+        num_blocks=options.blocks * TOKENS_PER_BLOCK // size,
+        tokens_per_block=size,
         model=MockerConfig(
             step_ms=options.step_ms,
             step_ms_per_request=options.step_ms_per_request,
@@ -77,20 +82,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(rows)
     if options.plot:
         draw(options.plot, outcomes)
-    print(json.dumps({"simulation": options.requests_from, "statistics": statistics_of(requests), "rows": rows}))
+    statistics = statistics_of(requests, size)
+    print(json.dumps({"simulation": " ".join(options.requests_from), "statistics": statistics, "rows": rows}))
     return 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("requests_from", help=f"a trace, or one of {', '.join(GENERATORS)}")
+    parser.add_argument(
+        "requests_from", nargs="+", help=f"files of a trace, as they are or .gz, or one of {', '.join(GENERATORS)}"
+    )
     parser.add_argument("--modes", type=chosen(MODES), default=list(MODES))
     parser.add_argument("--requests", type=int, default=12_000, help="how many, at the most")
     parser.add_argument("--rate", type=float, default=3.4, help="generated requests a second")
     parser.add_argument("--speed", type=float, default=1.0, help="how much faster than recorded they come")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--routers", type=int, default=1, help="each request comes to one of them")
-    parser.add_argument("--blocks", type=int, default=16_384, help=f"of {TOKENS_PER_BLOCK} tokens, that a worker holds")
+    parser.add_argument(
+        "--blocks", type=int, default=16_384, help=f"of {TOKENS_PER_BLOCK} tokens, that a worker can hold"
+    )
     parser.add_argument("--step-ms", type=float, default=8.0, help="of the timing model, as in engine_config.mocker")
     parser.add_argument("--step-ms-per-request", type=float, default=0.05)
     parser.add_argument("--prefill-ms-per-token", type=float, default=0.03)
@@ -103,18 +113,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def load(options: argparse.Namespace) -> list[SimulatedRequest]:
+def load(options: argparse.Namespace) -> Trace:
     """Raises ValueError or OSError for a trace that can't be read."""
-    if (make := GENERATORS.get(options.requests_from)) is not None:
-        requests = make(options.seed, options.requests, options.rate)
+    name = " ".join(options.requests_from)
+    if (make := GENERATORS.get(name)) is not None:
+        trace = Trace(make(options.seed, options.requests, options.rate))
     else:
-        requests = spread_out(read_trace(Path(options.requests_from)))[: options.requests]
-    if not requests:
-        raise ValueError(f"{options.requests_from}: no requests")
-    return faster(requests, options.speed)
+        trace = read_traces([Path(path) for path in options.requests_from])
+        trace = Trace(spread_out(trace.requests)[: options.requests], trace.tokens_per_block)
+    if not trace.requests:
+        raise ValueError(f"{name}: no requests")
+    return Trace(faster(trace.requests, options.speed), trace.tokens_per_block)
 
 
-def statistics_of(requests: Sequence[SimulatedRequest]) -> dict[str, float]:
+def statistics_of(requests: Sequence[SimulatedRequest], tokens_per_block: int = TOKENS_PER_BLOCK) -> dict[str, float]:
     prompts, answers = [one.num_prompt for one in requests], [one.num_output for one in requests]
     return {
         "requests": len(requests),
@@ -123,7 +135,7 @@ def statistics_of(requests: Sequence[SimulatedRequest]) -> dict[str, float]:
         "prompt_p50": float(np.median(prompts)),
         "prompt_p90": float(np.percentile(prompts, 90)),
         "answer_mean": float(np.mean(answers)),
-        "endless_hit_rate": sum(endless_hits(list(requests))) / sum(prompts),
+        "endless_hit_rate": sum(endless_hits(list(requests), tokens_per_block)) / sum(prompts),
     }
 
 

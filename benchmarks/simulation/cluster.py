@@ -29,7 +29,8 @@ from bireme.messages import Capacity
 class ClusterSettings:
     num_workers: int = 8
     num_routers: int = 1  # requests come to any of them
-    num_blocks: int = 16_384  # of a worker, 512 tokens each
+    num_blocks: int = 16_384  # of a worker
+    tokens_per_block: int = TOKENS_PER_BLOCK  # the trace's
     max_num_tokens: int = 8192  # in a step
     max_batch_size: int = 256
     model: MockerConfig = MockerConfig(step_ms=10.0, step_ms_per_request=0.05, prefill_ms=2.0, prefill_ms_per_token=0.1)
@@ -130,7 +131,7 @@ def simulate(
     for number, request in enumerate(requests):
         cluster.place(request)
         progress(number + 1)
-    return cluster.conclude(endless_hits(list(requests)))
+    return cluster.conclude(endless_hits(list(requests), settings.tokens_per_block))
 
 
 class Cluster:
@@ -141,8 +142,13 @@ class Cluster:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._workers = [
             SimulatedWorker(
-                number, settings.model, settings.num_blocks, settings.max_num_tokens, settings.max_batch_size
-            )
+                number,
+                settings.model,
+                settings.num_blocks,
+                settings.max_num_tokens,
+                settings.max_batch_size,
+                settings.tokens_per_block,
+            )  # fmt: skip
             for number in range(settings.num_workers)
         ]
         self._loads: dict[str, WorkerLoad] = {}
@@ -171,13 +177,13 @@ class Cluster:
             max_batch_size=settings.max_batch_size,
             max_num_tokens=settings.max_num_tokens,
             max_queue_size=1 << 30,
-            tokens_per_block=TOKENS_PER_BLOCK,
+            tokens_per_block=settings.tokens_per_block,
             num_blocks=settings.num_blocks,
             vocab_size=1 << 17,
         )
         router.set_workers(
             {
-                name: WorkerRecord(worker=name, life=1, tokens_per_block=TOKENS_PER_BLOCK, capacity=capacity)
+                name: WorkerRecord(worker=name, life=1, tokens_per_block=settings.tokens_per_block, capacity=capacity)
                 for name in names
             }
         )

@@ -1,21 +1,27 @@
 """Requests to simulate: read from a trace, or made with known statistics. The same seed makes the same requests.
 
-A prompt is told by the hashes of its full blocks, which stand for all before them, as in Mooncake's traces
-(github.com/kvcache-ai/Mooncake, FAST25-release/traces): {"timestamp": ms, "input_length", "output_length", "hash_ids"}.
+A prompt is told by the hashes of its full blocks, which stand for all before them. Two forms of traces are read:
+
+* Mooncake's (github.com/kvcache-ai/Mooncake, FAST25-release/traces), blocks of 512 tokens:
+  {"timestamp": ms, "input_length", "output_length", "hash_ids"}
+* `dynamo.request.trace.v1`, the request log's and Dynamo's: each file says the size of its blocks
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-TOKENS_PER_BLOCK = 512  # of Mooncake's traces
+TOKENS_PER_BLOCK = 512  # of Mooncake's traces, and of those that are made here
+REQUEST_LOG_SCHEMA = "dynamo.request.trace.v1"
 Hashes = npt.NDArray[np.uint64]
 Random = np.random.Generator
 
@@ -28,20 +34,85 @@ class SimulatedRequest:
     blocks: Hashes  # of the prompt's full blocks
 
 
-def read_trace(path: Path) -> list[SimulatedRequest]:
-    """Read a trace in Mooncake's form. Raises ValueError with the line that has another one."""
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+@dataclass(frozen=True, slots=True)
+class Trace:
+    requests: list[SimulatedRequest]  # by arrival, which begins at 0
+    tokens_per_block: int = TOKENS_PER_BLOCK
+
+
+def read_traces(paths: Sequence[Path]) -> Trace:
+    """Read files that belong together, .gz as well. Raises ValueError with the line that has no form, and OSError."""
+    found, sizes, ids = list[SimulatedRequest](), dict[int, str](), dict[str, str]()
+    for where, row in _rows(paths):
         try:
-            row = json.loads(line)
-            num_prompt, num_output = int(row["input_length"]), int(row["output_length"])
-            ids = np.array(row["hash_ids"][: num_prompt // TOKENS_PER_BLOCK], np.uint64)
-            found.append(SimulatedRequest(row["timestamp"] / 1e3, num_prompt, max(num_output, 1), spread(ids)))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            if "hash_ids" in row:
+                request, size = _of_mooncake(row), TOKENS_PER_BLOCK
+            elif (read := _of_request_log(row, ids, where)) is not None:
+                request, size = read
+            else:
+                continue
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"{path}:{number}: {error!r}; a line has timestamp, input_length, output_length, hash_ids"
+                f"{where}: {error!r}; a line has timestamp, input_length, output_length, hash_ids, or is a record of"
+                f" {REQUEST_LOG_SCHEMA}"
             ) from error
-    return sorted(found, key=lambda one: one.arrival_s)
+        found.append(request)
+        sizes.setdefault(size, where)
+        if len(sizes) > 1:
+            (one, first), (other, second) = sizes.items()
+            raise ValueError(f"{second}: blocks of {other} tokens, in {first} of {one}; replay them apart")
+    begin_s = min((one.arrival_s for one in found), default=0.0)
+    found = [replace(one, arrival_s=one.arrival_s - begin_s) for one in found]
+    return Trace(sorted(found, key=lambda one: one.arrival_s), next(iter(sizes), TOKENS_PER_BLOCK))
+
+
+def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line with its place."""
+    for path in paths:
+        number = 0
+        try:
+            with (
+                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
+            ):
+                for number, line in enumerate(file, 1):
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError("a JSON object is expected")
+                    yield f"{path}:{number}", row
+        except EOFError as error:
+            raise ValueError(f"{path}:{number + 1}: the compressed file ends within it; it was cut short") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: no JSON ({error}); was the line cut short?") from error
+        except ValueError as error:
+            raise ValueError(f"{path}:{number or 1}: {error}") from error
+
+
+def _of_mooncake(row: Mapping[str, Any]) -> SimulatedRequest:
+    num_prompt = int(row["input_length"])
+    ids = np.array(row["hash_ids"][: num_prompt // TOKENS_PER_BLOCK], np.uint64)
+    return SimulatedRequest(row["timestamp"] / 1e3, num_prompt, max(int(row["output_length"]), 1), spread(ids))
+
+
+def _of_request_log(row: Mapping[str, Any], ids: dict[str, str], where: str) -> tuple[SimulatedRequest, int] | None:
+    """Return a request and its tokens a block; None: another event. Dynamo's files may wrap a record in `event`."""
+    record = row.get("event", row)
+    if record["schema"] != REQUEST_LOG_SCHEMA:
+        raise ValueError(f"schema {record['schema']}")
+    if record["event_type"] != "request_end":
+        return None
+    request, replay = record["request"], record["request"]["replay"]
+    if (first := ids.setdefault(request["request_id"], where)) != where:
+        raise ValueError(f"request_id {request['request_id']} is that of {first}")
+    size, num_prompt, hashes = (
+        int(replay["trace_block_size"]),
+        int(replay["input_length"]),
+        replay["input_sequence_hashes"],
+    )
+    if size < 1 or len(hashes) != -(-num_prompt // size):
+        raise ValueError(f"{len(hashes)} hashes for {num_prompt} tokens in blocks of {size}")
+    blocks = np.array(hashes[: num_prompt // size], np.uint64)
+    arrival_s = int(request["request_received_ms"]) / 1e3
+    return SimulatedRequest(arrival_s, num_prompt, max(int(request["output_tokens"]), 1), blocks), size
 
 
 def spread(ids: Hashes) -> Hashes:
@@ -178,23 +249,23 @@ def spread_out(requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
     return found
 
 
-def endless_hits(requests: list[SimulatedRequest]) -> list[int]:
+def endless_hits(requests: list[SimulatedRequest], tokens_per_block: int = TOKENS_PER_BLOCK) -> list[int]:
     """Return the tokens of each prompt that a cache without end, shared by all, would have: see `cachable`."""
     seen: set[int] = set()
     found = []
     for one in requests:
         depth = 0
         blocks = one.blocks.tolist()
-        while depth < cachable(one) and blocks[depth] in seen:
+        while depth < cachable(one, tokens_per_block) and blocks[depth] in seen:
             depth += 1
-        found.append(depth * TOKENS_PER_BLOCK)
+        found.append(depth * tokens_per_block)
         seen.update(blocks)
     return found
 
 
-def cachable(request: SimulatedRequest) -> int:
+def cachable(request: SimulatedRequest, tokens_per_block: int = TOKENS_PER_BLOCK) -> int:
     """Return how many blocks of a prompt a cache can save: an engine computes at least the last token."""
-    return min(len(request.blocks), (request.num_prompt - 1) // TOKENS_PER_BLOCK)
+    return min(len(request.blocks), (request.num_prompt - 1) // tokens_per_block)
 
 
 def _answer(random: Random) -> int:

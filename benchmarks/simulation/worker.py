@@ -41,8 +41,11 @@ class SimulatedEvent:
 
 
 class SimulatedWorker:
-    def __init__(self, number: int, model: MockerConfig, num_blocks: int, max_num_tokens: int, max_batch: int) -> None:
-        self._number, self._model, self._num_blocks = number, model, num_blocks
+    def __init__(
+        self, number: int, model: MockerConfig, num_blocks: int, max_num_tokens: int, max_batch: int,
+        tokens_per_block: int = TOKENS_PER_BLOCK,
+    ) -> None:  # fmt: skip
+        self._number, self._model, self._num_blocks, self._size = number, model, num_blocks, tokens_per_block
         self._max_num_tokens, self._max_batch = max_num_tokens, max_batch
         self._waiting: list[SimulatedRun] = []
         self._prefilling: list[SimulatedRun] = []
@@ -161,13 +164,13 @@ class SimulatedWorker:
         while at < len(self._waiting) and len(self._prefilling) + len(self._decoding) < self._max_batch:
             run = self._waiting[at]
             blocks, hits = run.request.blocks.tolist(), 0
-            max_hits = cachable(run.request)
+            max_hits = cachable(run.request, self._size)
             while hits < max_hits and (blocks[hits] in self._used or blocks[hits] in self._cached):
                 hits += 1
             if hits < max_hits and blocks[hits] in self._computing:
                 at += 1
                 continue
-            needed = -(-(run.request.num_prompt + run.request.num_output) // TOKENS_PER_BLOCK) - hits
+            needed = -(-(run.request.num_prompt + run.request.num_output) // self._size) - hits
             revived = sum(one in self._cached for one in blocks[:hits])
             if self._num_private + len(self._used) + revived + needed > self._num_blocks:
                 return
@@ -176,7 +179,7 @@ class SimulatedWorker:
             self._use(run.shared)
             self._computing.update(blocks[hits:])
             self._num_private += needed
-            run.num_blocks, run.num_cached = needed, hits * TOKENS_PER_BLOCK
+            run.num_blocks, run.num_cached = needed, hits * self._size
             run.left = run.request.num_prompt - run.num_cached
             self._prefilling.append(run)
             self._evict()

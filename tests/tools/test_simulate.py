@@ -1,5 +1,6 @@
 """The simulator: requests with known statistics, the mocker's timing, real routers, the same figures every time."""
 
+import gzip
 import json
 
 import numpy as np
@@ -10,7 +11,7 @@ from benchmarks.simulation.trace import (
     SimulatedRequest,
     conversations,
     endless_hits,
-    read_trace,
+    read_traces,
     shared_prefix,
     spread_out,
 )
@@ -86,7 +87,7 @@ def test_a_trace_is_read_and_its_requests_spread_over_their_three_seconds(tmp_pa
     file = tmp_path / "trace.jsonl"
     rows = [{"timestamp": at, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]} for at in (0, 0, 3000)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    found = spread_out(read_trace(file))
+    found = spread_out(read_traces([file]).requests)
     assert [one.arrival_s for one in found] == [0, 1.5, 3]
     assert [len(one.blocks) for one in found] == [2, 2, 2]
 
@@ -96,6 +97,67 @@ def test_a_line_of_another_form_is_named(tmp_path, capsys):
     file.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n{"a": 1}')
     assert program.main([str(file)]) == 2
     assert "trace.jsonl:2" in capsys.readouterr().err
+
+
+def ended(number, at_ms, num_prompt, *hashes, size=4, **more):
+    """A record as Dynamo documents it."""
+    replay = {"trace_block_size": size, "input_length": num_prompt, "input_sequence_hashes": hashes}
+    request = {"request_id": f"r{number}", "request_received_ms": at_ms, "output_tokens": 7, "replay": replay}
+    record = {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "event_time_unix_ms": at_ms + 9}
+    return record | {"request": request} | more
+
+
+def written(path, *rows):
+    text = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def test_request_logs_are_read_from_several_files_compressed_ones_too(tmp_path):
+    tool = {"schema": "dynamo.request.trace.v1", "event_type": "tool_end", "event_time_unix_ms": 5, "tool": {}}
+    plain = written(tmp_path / "a.jsonl", ended(1, 1_700_000_002_500, 9, 5, 6, 7), tool)
+    packed = written(tmp_path / "b.jsonl.gz", {"timestamp": 3, "event": ended(2, 1_700_000_001_000, 8, 5, 9)})
+    trace = read_traces([plain, packed])
+    assert trace.tokens_per_block == 4
+    assert [(one.arrival_s, one.num_prompt, one.num_output) for one in trace.requests] == [(0, 8, 7), (1.5, 9, 7)]
+    assert [one.blocks.tolist() for one in trace.requests] == [[5, 9], [5, 6]]
+    assert endless_hits(trace.requests, trace.tokens_per_block) == [0, 4]
+
+
+def test_a_request_log_is_simulated_with_its_own_blocks(tmp_path, capsys):
+    rows = [ended(number, 1000 * number, 64, *range(15), 100 + number) for number in range(20)]
+    file = written(tmp_path / "log.jsonl", *rows)
+    assert program.main([str(file), "--modes", "kv", "--blocks", "100", "--workers", "2"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["statistics"]["requests"] == 20 == found["rows"][0]["requests"]
+    assert found["statistics"]["endless_hit_rate"] == pytest.approx(19 * 60 / (20 * 64))
+    assert found["rows"][0]["hits_of_endless"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ('{"schema": "dynamo.request.trace.v1", "event_ty', "log.jsonl:2: no JSON (Unterminated string"),
+        (json.dumps(ended(1, 5, 4, 1)), "log.jsonl:2: ValueError('request_id r1 is that of "),
+        (json.dumps(ended(2, 5, 5, 1)), "log.jsonl:2: ValueError('1 hashes for 5 tokens in blocks of 4')"),
+        (json.dumps(ended(2, 5, 5, 1, size=8)), "log.jsonl:2: blocks of 8 tokens, in "),
+        (json.dumps({"schema": "other", "event_type": "x"}), "log.jsonl:2: ValueError('schema other')"),
+        ("[]", "log.jsonl:2: a JSON object is expected"),
+    ],
+)
+def test_a_line_that_can_t_be_replayed_is_named(tmp_path, capsys, second, text):
+    file = tmp_path / "log.jsonl"
+    file.write_text(f"{json.dumps(ended(1, 1, 4, 1))}\n{second}")
+    assert program.main([str(file)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_compressed_file_that_was_cut_short_is_named_with_its_line(tmp_path, capsys):
+    file = written(tmp_path / "log.jsonl.gz", *[ended(number, 1, 4, number) for number in range(50)])
+    file.write_bytes(file.read_bytes()[:-40])
+    assert program.main([str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "log.jsonl.gz:" in error and "cut short" in error
 
 
 def test_the_same_seed_gives_the_same_figures():
