@@ -46,10 +46,10 @@ def test_the_recipe_in_it_given_back_is_the_same(name, dump):
     assert found["left_out"] == []
 
 
-def test_each_value_says_where_it_came_from(dump):
+def test_each_value_says_where_it_came_from(dump, tmp_path):
     of_decode = {"engine_args": {"max_batch_size": 3}, "engine_config": {"max_seq_len": 512}}
     override = json.dumps({"workers": {"decode": of_decode}, "limits": {"max_n": 2, "max_tools": 4}})
-    options = ["--set", "limits.max_n=3", "--discovery", "/nowhere", "--override", override]
+    options = ["--set", "limits.max_n=3", "--discovery", str(tmp_path / "shared"), "--override", override]
     sources = dump("recipes/tiny", *options)["sources"]
     folder = CHECKOUT / "recipes" / "tiny"
     assert sources["model"] == f"{folder}/recipe.yaml:2"
