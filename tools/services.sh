@@ -8,9 +8,8 @@ set -eu
 
 VENV=${VENV:-.venv}
 # program=package; both browser packages come from one source, so driver and browser always fit
-PROGRAMS="chromium-headless-shell=chromium-headless-shell chromedriver=chromium-driver etcd=etcd-server nats-server=nats-server"
-# Of these the programs alone are unpacked, into VENV/services: their packages would start services of the machine.
-UNPACKED="prometheus=prometheus promtool=prometheus prometheus-alertmanager=prometheus-alertmanager"
+PROGRAMS="chromium-headless-shell=chromium-headless-shell chromedriver=chromium-driver etcd=etcd-server nats-server=nats-server prometheus=prometheus prometheus-alertmanager=prometheus-alertmanager"
+DAEMONS="etcd nats-server prometheus"  # their packages would have the machine run them, too
 cd "$(dirname "$0")/.."
 
 say() { printf '%s services | %s\n' "$(date +%H:%M:%S)" "$*"; }
@@ -26,6 +25,15 @@ as_root() {
     if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
 }
 
+# Return options of apt-get that leave out what a service manager starts: tests start their own.
+without_services() {
+    for daemon in $DAEMONS; do
+        for folder in /lib/systemd/system /usr/lib/systemd/system /etc/init.d; do
+            printf '%s ' "-oDpkg::Options::=--path-exclude=$folder/$daemon*"
+        done
+    done
+}
+
 can_be_root() { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }
 
 install_packages() {
@@ -35,42 +43,12 @@ install_packages() {
     command -v apt-get >/dev/null || fail "no apt-get here; install the equivalents of: $packages"
     can_be_root || fail "these packages are missing and only root may install them; run: sudo $wish"
     say "installing $packages"
+    options=$(without_services)
     as_root env DEBIAN_FRONTEND=noninteractive apt-get update -qq || fail "apt-get update failed; its message stands above"
     # shellcheck disable=SC2086
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null ||
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $options $packages >/dev/null ||
         fail "apt-get could not install $packages; its message stands above"
     [ -z "$(missing_packages)" ] || fail "$(missing_packages)did not bring the programs that are needed ($PROGRAMS)"
-}
-
-missing_unpacked() {
-    for pair in $UNPACKED; do
-        program=${pair%%=*}
-        command -v "$program" >/dev/null || [ -x "$VENV/services/usr/bin/$program" ] || echo "${pair##*=}"
-    done | sort -u | tr '\n' ' '
-}
-
-download() {
-    # shellcheck disable=SC2086
-    (cd "$1" && apt-get download -qq $packages >errors 2>&1)
-}
-
-unpack_programs() {
-    packages=$(missing_unpacked)
-    [ -n "$packages" ] || return 0
-    command -v apt-get >/dev/null || fail "no apt-get here; install the equivalents of: $packages"
-    say "unpacking $packages"
-    folder=$(mktemp -d)
-    if ! download "$folder" && can_be_root; then
-        as_root apt-get update -qq || fail "apt-get update failed; its message stands above"
-        download "$folder" || true
-    fi
-    mkdir -p "$VENV/services"
-    for package in "$folder"/*.deb; do
-        [ -e "$package" ] || fail "apt-get could not download $packages: $(cat "$folder/errors")"
-        dpkg-deb --fsys-tarfile "$package" | tar -x -C "$VENV/services" ./usr/bin
-    done
-    rm -r "$folder"
-    [ -z "$(missing_unpacked)" ] || fail "$(missing_unpacked)did not bring the programs that are needed ($UNPACKED)"
 }
 
 install_extra() {
@@ -87,5 +65,4 @@ print(*(r.partition(";")[0] for r in m.requires("bireme") if "extra == \"service
 }
 
 install_packages
-unpack_programs
 install_extra

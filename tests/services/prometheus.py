@@ -8,11 +8,8 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import os
 import re
-import shutil
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -30,15 +27,8 @@ from bireme.launch import free_port
 
 FILES = CHECKOUT / "docker" / "prometheus"
 START_S = 60.0
-SCRAPE_MS = 250
+SCRAPE_MS = 500
 Labels = Mapping[str, str]
-
-
-def program(name: str) -> str:
-    """Return where a program is that tools/services.sh has unpacked, or that Debian has installed."""
-    found = shutil.which(name, path=f"{sys.prefix}/services/usr/bin{os.pathsep}{os.environ['PATH']}")
-    assert found, f"{name} is not here: make services"
-    return found
 
 
 def shortened(rules: str, for_s: float, window_s: float) -> str:
@@ -64,7 +54,7 @@ class Prometheus:
 
     def __enter__(self) -> Prometheus:
         command = [
-            program("prometheus"), f"--config.file={self._folder / 'prometheus.yaml'}",
+            "prometheus", f"--config.file={self._folder / 'prometheus.yaml'}",
             f"--storage.tsdb.path={self._folder / 'data'}", f"--web.listen-address={self.address}", "--log.level=warn",
         ]  # fmt: skip
         self._programs.enter_context(_running(command, self._folder / "log", f"http://{self.address}/-/ready"))
@@ -136,7 +126,7 @@ def alertmanager(folder: Path, receiver: Receiver) -> Iterator[str]:
     (folder / "alertmanager.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     command = [
-        program("prometheus-alertmanager"), f"--config.file={folder / 'alertmanager.yaml'}",
+        "prometheus-alertmanager", f"--config.file={folder / 'alertmanager.yaml'}",
         f"--storage.path={folder / 'data'}", f"--web.listen-address={address}", "--cluster.listen-address=",
         "--log.level=warn",
     ]  # fmt: skip

@@ -4,16 +4,13 @@ import subprocess
 
 import pytest
 
-from bireme.config import CHECKOUT
-from tests.services.prometheus import program
-
-FOLDER = CHECKOUT / "docker" / "prometheus"
+from tests.services.prometheus import FILES
 
 
 @pytest.mark.parametrize(
     "what", ["check config prometheus.yaml", "check rules alerts.yaml", "test rules alerts_test.yaml"]
 )
 def test_promtool_finds_no_fault(what):
-    command = [program("promtool"), *what.split()]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False)
+    command = ["promtool", *what.split()]
+    done = subprocess.run(command, cwd=FILES, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
