@@ -16,7 +16,7 @@ from bireme.config import CHECKOUT
 from bireme.metrics import TABLE
 from tests.docker.expressions import metrics_of
 from tools import make_dashboards
-from tools.dashboards import panels
+from tools.dashboards import panels, serving
 from tools.dashboards.queries import by, events, level, mean, quantile, share
 
 BOARDS = {path.name: json.loads(path.read_text()) for path in sorted(make_dashboards.FOLDER.glob("*.json"))}
@@ -91,6 +91,12 @@ def test_nothing_is_divided_by_what_may_be_zero():
     for expression in EXPRESSIONS:
         assert len(re.findall(r" / ", expression)) == len(re.findall(r" / \(.* > 0\)", expression)), expression
         assert "histogram_quantile" not in expression or expression.endswith(" >= 0"), expression
+
+
+def test_what_counts_as_a_failure_is_what_the_alert_takes_for_one():
+    rules = yaml.safe_load((CHECKOUT / "docker" / "prometheus" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    (alert,) = [rule["expr"] for rule in rules if rule["alert"] == "RequestsFail"]
+    assert re.findall(r'outcome=~"([A-Z_|]+)"', alert) == [serving.FAILURES]
 
 
 def test_every_metric_of_ours_is_drawn():

@@ -234,15 +234,5 @@ def _label_variable(name: str, label: str) -> dashboard_builder.QueryVariable:
 
 
 def _restarts() -> _Restarts:
-    """A cause's first restart begins its series, so it is looked for apart, where the worker was already known."""
-    series = f"{RESTARTS}{{{OF_ALL}}}"
-    again = f"sum by (worker, cause) (increase({series}[1m])) > 0"
-    first = f"sum by (worker, cause) ({series}) unless sum by (worker, cause) ({series} offset 1m)"
-    known = f"sum by (worker) (bireme_engine_up{{{OF_ALL}}} offset 1m)"
-    return _Restarts(
-        name="Engine restarts",
-        datasource=SOURCE,
-        enable=True,
-        icon_color="red",
-        expr=f"{again} or {first} and on (worker) {known}",
-    )
+    expression = f"sum by (worker, cause) (increase({RESTARTS}{{{OF_ALL}}}[1m])) > 0"
+    return _Restarts(name="Engine restarts", datasource=SOURCE, enable=True, icon_color=RED, expr=expression)

@@ -38,7 +38,7 @@ class Limits:
     red: float
 
 
-KV_LIMITS = Limits(0.85, 0.95)  # of a pool's blocks in use: the alert RequestsQueue begins at the second
+KV_LIMITS = Limits(0.85, 0.95)  # of a pool's blocks in use
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,10 @@ def part(
     return Panel(title, (share(*of, choice),), units.PercentUnit, "lines", limits, top=top)
 
 
-def percentiles(title: str, metric: str, unit: str = units.Seconds, *, choice: Choice = EACH) -> Panel:
-    return Panel(title, tuple(quantile(one, metric, choice) for one in QUANTILES), unit)
+def percentiles(
+    title: str, metric: str, unit: str = units.Seconds, *, choice: Choice = EACH, limits: Limits | None = None
+) -> Panel:
+    return Panel(title, tuple(quantile(one, metric, choice) for one in QUANTILES), unit, limits=limits)
 
 
 def heatmap(title: str, metric: str, unit: str = units.Seconds, *, choice: Choice = ALL) -> Panel:

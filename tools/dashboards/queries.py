@@ -92,7 +92,7 @@ def amount(metric: str, choice: Choice = EACH, combine: Combine = "sum") -> Quer
 def events(metric: str, choice: Choice = EACH) -> Query:
     """How often a counter of rare events went up in the interval: exact, and with a series' first event.
 
-    A counter's series begins with its first event, at 1: rate() and increase() never see that one.
+    Where a label's values are not known beforehand, a series begins with its first event, which increase() never sees.
     """
     selector = _of_kind(metric, choice, "counter")
     now = choice.grouped("sum", f"{metric}{selector}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.models import units
 
 from tools.dashboards.panels import (
+    KV_LIMITS,
     TOKENS_A_SECOND,
     Board,
     Limits,
@@ -15,11 +16,12 @@ from tools.dashboards.panels import (
     percentiles,
     rare,
 )
-from tools.dashboards.queries import ALL, CLIENTS, by, level, quantile, rate, rest
+from tools.dashboards.queries import ALL, CLIENTS, by, level, quantile, rate, rest, share
 
 OF_CLIENTS, OF_ENGINES = by("worker", side="clients"), by("worker", side="engines")
-GOOD_ENDS = 'outcome=~"stop|length|tool_calls|CANCELLED"'
-NOT_FAILED = "Ended otherwise than by stop, length, tool calls or their client."
+FAILURES = "UNAVAILABLE|INTERNAL|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED"  # as the alert RequestsFail has them
+FAILED = Limits(0.01, 0.05)
+FIRST_TOKEN, GAP = Limits(2.5, 5), Limits(0.25, 0.5)  # red where FirstTokensLate and TokensLate begin
 
 NOW = Row(
     "Now",
@@ -28,20 +30,43 @@ NOW = Row(
             number("Requests", rate("bireme_requests_total", CLIENTS), units.RequestsPerSecond),
             number(
                 "Failed",
-                rest("bireme_requests_total", "bireme_requests_total", CLIENTS, GOOD_ENDS),
+                rest("bireme_requests_total", "bireme_requests_total", CLIENTS, f'outcome!~"{FAILURES}"'),
                 units.PercentUnit,
-                limits=Limits(0.01, 0.05),
-                note=NOT_FAILED,
+                limits=FAILED,
+                note="Faults of the deployment, not of requests.",
+            ),
+            number(
+                "First token, p95",
+                quantile(0.95, "bireme_time_to_first_token_seconds", CLIENTS),
+                units.Seconds,
+                limits=FIRST_TOKEN,
+            ),
+            number(
+                "Gap between tokens, p95",
+                quantile(0.95, "bireme_inter_token_latency_seconds", CLIENTS),
+                units.Seconds,
+                limits=GAP,
             ),
             number("Generated", rate("bireme_generated_tokens_total", ALL), TOKENS_A_SECOND),
-            number("First token, p95", quantile(0.95, "bireme_time_to_first_token_seconds", CLIENTS), units.Seconds),
             number(
-                "Gap between tokens, p95", quantile(0.95, "bireme_inter_token_latency_seconds", CLIENTS), units.Seconds
+                "Prompt tokens from reuse",
+                share("bireme_cached_prompt_tokens_total", "bireme_prompt_tokens_total", ALL),
+                units.PercentUnit,
             ),
+        ],
+        [
             number("Running", level("bireme_requests_running", ALL)),
             number("Waiting", level("bireme_requests_waiting", ALL)),
+            number(
+                "KV blocks in use",
+                share("bireme_kv_blocks_used", "bireme_kv_blocks_total", ALL),
+                units.PercentUnit,
+                limits=KV_LIMITS,
+            ),
+            number("Streams", level("bireme_streams", ALL)),
             number("Engines ready", level("bireme_engine_up", ALL), limits=Limits(1, 0.5)),
-        ]
+            number("Frontends ready", level("bireme_frontend_ready", ALL), limits=Limits(1, 0.5)),
+        ],
     ],
 )
 
@@ -87,11 +112,18 @@ LATENCY = Row(
     "Latency",
     [
         [
-            percentiles("Time to first token", "bireme_time_to_first_token_seconds", choice=OF_CLIENTS),
+            percentiles(
+                "Time to first token", "bireme_time_to_first_token_seconds", choice=OF_CLIENTS, limits=FIRST_TOKEN
+            ),
             heatmap("Time to first token, all clients", "bireme_time_to_first_token_seconds", choice=CLIENTS),
         ],
         [
-            percentiles("Gap between deliveries of a stream", "bireme_inter_token_latency_seconds", choice=OF_CLIENTS),
+            percentiles(
+                "Gap between deliveries of a stream",
+                "bireme_inter_token_latency_seconds",
+                choice=OF_CLIENTS,
+                limits=GAP,
+            ),
             heatmap("Gap between deliveries, all clients", "bireme_inter_token_latency_seconds", choice=CLIENTS),
         ],
         [
@@ -107,10 +139,7 @@ FRONTEND = Row(
     [
         [
             lines("HTTP answers", "bireme_http_requests_total", units.RequestsPerSecond, choice=by("path", "status")),
-            lines(
-                "HTTP requests under way, and able to answer",
-                {"bireme_http_requests_active": "under way", "bireme_frontend_ready": "ready"},
-            ),
+            lines("HTTP requests under way", "bireme_http_requests_active"),
             lines(
                 "Streams and subscriptions", {"bireme_streams": "streams", "bireme_bus_subscriptions": "subscriptions"}
             ),
@@ -221,8 +250,8 @@ MEDIA = Row(
             lines("Denoising steps", "bireme_video_steps_total", units.OpsPerSecond),
             lines("Frames and pictures delivered", "bireme_video_frames_total", units.OpsPerSecond),
             lines("Jobs of videos", "bireme_video_jobs", choice=by("status"), shape="stacked"),
+            lines("Files of videos", "bireme_video_files_bytes", units.BytesIEC),
         ],
-        [lines("Files of videos", "bireme_video_files_bytes", units.BytesIEC)],
     ],
     is_rare=True,
 )
