@@ -39,6 +39,15 @@ def _shut(path: Path, mode: int) -> None:
         path.chmod(mode)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write it anew, for others at once or not at all. Raises OSError."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    draft.replace(path)
+
+
 def shut_file(path: Path) -> None:
     """Take a regular file from the other users if it is this user's. Harmless when it is gone. Raises OSError."""
     with suppress(FileNotFoundError):

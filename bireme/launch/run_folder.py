@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bireme import private_files
+from bireme.discovery import live_settings
 from bireme.discovery.pulse import has_writer
 from bireme.discovery.run_folder import DRAIN, SLEEP, make_private
 from bireme.engines.memory.wire import SOCKET_NAME
@@ -29,6 +30,7 @@ _LOCK = "lock"
 _REMEDY = "set XDG_RUNTIME_DIR to a folder of your own"
 _RECIPE = "recipe"  # of a launch without a recipe folder: needed for as long as the launch lasts
 RESPONSES, FILES = "responses", "files"  # the frontend's; they outlive a server
+_KEPT = (_LOCK, SOCKET_NAME, DRAIN, live_settings.FILE_NAME)  # over a server's end
 _OWN = (_RECIPE, "models", "backends", "lib")  # folders that the launcher fills; its children make the others
 
 
@@ -99,7 +101,7 @@ class RunFolder:
     def clear(self) -> None:
         """Empty it for the next server, or make it again.
 
-        What frontend and memory service keep stays; so do drain and sleep.
+        What frontend and memory service keep stays; so does what an operator has asked for.
         """
         self.sweep_shared_memory()
         with self._mutex:
@@ -109,7 +111,7 @@ class RunFolder:
             if entry.is_dir() and not entry.is_symlink():
                 if entry != self._recipe and entry.name not in (RESPONSES, FILES):
                     shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name not in (_LOCK, SOCKET_NAME) and entry.suffix not in (SLEEP, f".{DRAIN}"):
+            elif entry.name not in _KEPT and entry.suffix not in (SLEEP, f".{DRAIN}"):
                 entry.unlink(missing_ok=True)
 
     def remove(self) -> None:

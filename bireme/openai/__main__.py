@@ -21,6 +21,7 @@ from pathlib import Path
 import uvicorn
 
 from bireme.config import FrontendConfig, Recipe
+from bireme.discovery import live_settings
 from bireme.discovery.store import with_discovery
 from bireme.errors import ConfigError
 from bireme.launch.processes import started_at
@@ -147,9 +148,20 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     keys, followed = _keys(options.api_keys, recipes[0], options.member)
     responses = _kept_folder(recipes[0], config.responses.folder, RESPONSES, options.member)
     files = _kept_folder(recipes[0], config.files.folder, FILES, options.member)
-    frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files,
-                        [*followed, *([tls.followed] if tls else [])], embedders, options.host)  # fmt: skip
+    run_dir = Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
+    followed += [tls.followed] if tls else []
+    followed += [_live_settings(run_dir)] if run_dir else []
+    frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files, followed, embedders,
+                        options.host, run_dir)  # fmt: skip
     return _Server(_uvicorn_config(frontend, options, config, tls), frontend, options.member)
+
+
+def _live_settings(run_dir: Path) -> FollowedFiles:
+    followed = FollowedFiles(
+        "live_settings", [run_dir / live_settings.FILE_NAME], lambda: live_settings.look(run_dir), lambda _: None
+    )
+    live_settings.look(run_dir)
+    return followed
 
 
 def _tls(cert: str | None, key: str | None) -> TlsFiles | None:

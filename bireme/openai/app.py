@@ -69,10 +69,11 @@ class Frontend:
         self, models: Models, metrics: Registry, config: FrontendConfig | None = None, keys: ApiKeys | None = None,
         member: Member | None = None, videos: VideoModels | None = None, responses_folder: Path | None = None,
         files_folder: Path | None = None, followed: Sequence[FollowedFiles] = (),
-        embedders: EmbeddingModels | None = None, bound_to: str = "127.0.0.1",
+        embedders: EmbeddingModels | None = None, bound_to: str = "127.0.0.1", run_dir: Path | None = None,
     ) -> None:  # fmt: skip
         """`member`: other processes serve the same port. The folders are of kept responses, and of files and batches;
         None: they go with this process. `followed`: looked at while it serves. `bound_to`: what the port listens on.
+        `run_dir`: of the launch; None: out of reach.
         """
         self._videos = videos or VideoModels()
         self._embedders = embedders or EmbeddingModels()
@@ -80,7 +81,7 @@ class Frontend:
         for kind in self._kinds:
             kind.know_others({one.name: other.kind for other in self._kinds if other is not kind for one in other})
         self._models, self._metrics, self._keys = models, metrics, keys
-        self._member = member
+        self._member, self._run_dir = member, run_dir
         self._teller: asyncio.AbstractServer | None = None
         self._config = config or FrontendConfig()
         self._video_routes = VideoRoutes(self._videos, metrics, self._config.comment_interval_s)
@@ -126,7 +127,7 @@ class Frontend:
             self._files.store,
             *(video.store for video in self._videos),
         ]
-        self.readiness = Readiness(followed, self._videos, stores)
+        self.readiness = Readiness(followed, self._videos, stores, self._run_dir)
         self._routes = {
             **{path: {"POST": self._with_body(gate.live(one.post))} for path, one in endpoints.items()},
             _MESSAGES_PATH: {"POST": self._with_body(gate.live(messages.post))},

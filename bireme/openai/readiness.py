@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from bireme.config import stage_of
+from bireme.discovery import run_folder
 from bireme.errors import BiremeError, drop_frames
 from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.served_model import FollowedModel
@@ -31,17 +33,22 @@ class Readiness:
         models: Iterable[FollowedModel],
         videos: VideoModels | None = None,
         stores: Sequence[StoreThread[Any]] = (),
+        run_dir: Path | None = None,
     ) -> None:
+        """`run_dir`: of the launch, whose operator may have it drain; None: out of reach."""
         self._models, self._videos, self._stores = models, videos or VideoModels(), stores
         self._report: tuple[bool, dict[str, Any]] = (False, {"status": "starting"})
         self._asked_at = -_KEPT_S
+        self._run_dir = run_dir
         self._lock = asyncio.Lock()
         self.is_draining = False
 
     async def report(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether it can answer, and status (ready, degraded, not_ready, stopping) and details by model."""
+        """Return whether it answers; status (ready, degraded, not_ready, draining, stopping) and details by model."""
         if self.is_draining:
             return False, {"status": "stopping"}
+        if self._run_dir is not None and run_folder.is_draining(self._run_dir):
+            return False, {"status": DRAINING}
         async with self._lock:
             if time.monotonic() - self._asked_at > _KEPT_S:
                 self._report = await self._ask()

@@ -23,6 +23,7 @@ import triton_python_backend_utils as pb_utils
 from bireme import private_files
 from bireme.coalescing import BURST, BURST_PAUSE_S
 from bireme.config import WORKER_STAGES, Recipe, instance_name, missing_worker, stage_of
+from bireme.discovery import live_settings
 from bireme.discovery.pulse import BEAT_S, SHM, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
 from bireme.metrics import Registry
@@ -118,6 +119,7 @@ class Adapter:
         self._wake_lock = threading.Lock()
         self._streams: set[Stream] = set()  # their final flag is not out yet
         self._tasks: dict[asyncio.Task[None], Stream] = {}
+        self._run_folder = Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
         self._num_responses = 0
         self._counts_lock = threading.Lock()
         self._bls = BlsClient()
@@ -244,6 +246,8 @@ class Adapter:
             responses, self._num_responses = self._num_responses, 0
         cancelled = self._poller.take_num_cancelled()
         self._metrics.set("bireme_streams", len(self._streams))
+        if (folder := self._run_folder) is not None:
+            live_settings.look(folder)
         if responses:
             self._metrics.add("bireme_responses_total", responses)
         if self._bls.look():

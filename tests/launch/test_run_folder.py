@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bireme.discovery import live_settings
+from bireme.discovery.live_settings import LiveSettings
 from bireme.discovery.pulse import PulseReader, own_pulse, pulse_path
 from bireme.discovery.run_folder import ask_drain, ask_sleep
 from bireme.errors import ConfigError
@@ -102,13 +104,15 @@ def test_a_process_that_outlives_a_server_keeps_its_pulse_to_the_end_of_the_laun
     reader.close()
 
 
-def test_clearing_keeps_what_workers_were_told_but_not_that_the_launch_ends(tmp_path):
+def test_clearing_keeps_what_an_operator_has_asked_for(tmp_path):
     run_folder = RunFolder(tmp_path / "base")
     ask_drain(run_folder.path)
     ask_drain(run_folder.path, "decode_1")
     ask_sleep(run_folder.path, "prefill")
+    live_settings.write(run_folder.path, LiveSettings(log_level="debug"))
     run_folder.clear()
-    assert sorted(path.name for path in run_folder.path.iterdir()) == ["decode_1.drain", "lock", "prefill.sleep"]
+    kept = ["decode_1.drain", "drain", "live.json", "lock", "prefill.sleep"]
+    assert sorted(path.name for path in run_folder.path.iterdir()) == kept
     run_folder.remove()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from bireme.config import Recipe, split_worker
-from bireme.discovery import run_folder
+from bireme.discovery import live_settings, run_folder
 from bireme.discovery.follower import Follower
 from bireme.discovery.records import WorkerRecord, own_address
 from bireme.discovery.registration import Registration
@@ -53,7 +53,8 @@ class Presence:
         self._records[record.worker], self._told_leaving[record.worker] = record, is_leaving
 
     def look(self) -> None:
-        """Restore deleted records; tell whether it drains."""
+        """Restore deleted records; tell whether it drains; take what an operator has changed."""
+        live_settings.look(self._folder)
         for record in list(self._records.values()):
             try:
                 is_leaving = run_folder.is_draining(self._folder)

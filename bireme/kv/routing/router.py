@@ -30,6 +30,7 @@ from itertools import compress
 import numpy as np
 
 from bireme.config import RouterConfig, RoutingMode, split_worker
+from bireme.discovery import live_settings
 from bireme.discovery.records import WorkerRecord, can_transfer
 from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.kernels.arrays import Floats, Hashes, Mask
@@ -370,7 +371,9 @@ class WorkerRouter:
 
     def _not_busy(self, name: str, allowed: Mask, request: RoutingRequest, now: float) -> Mask:
         """Return the allowed that are not busy by the request's rules. Raises ResourceExhaustedError when all are."""
-        rules = [rule for rule in self._config.busy if request.options.priority <= rule.up_to_priority]
+        live = live_settings.current().busy
+        bounds = self._config.busy if live is None else live
+        rules = [rule for rule in bounds if request.options.priority <= rule.up_to_priority]
         if request.is_resumed or not rules:
             return allowed
         busy_s = self._stages[name].busy_s(rules, now)
