@@ -32,6 +32,7 @@ from bireme.config import DEFAULT_RECIPE
 from bireme.discovery.store import parse_address, with_discovery
 from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import BiremeError, ConfigError
+from bireme.launch.admin_door import AdminSettings
 from bireme.launch.canaries import CanarySettings
 from bireme.launch.config_dump import OPTION, ConfigFile, Given, State, describe
 from bireme.launch.console import LEVELS, Console
@@ -127,6 +128,22 @@ def frontend_of(
         },
         shm_prefix=run_folder.shm_prefix,
     )
+
+
+def admin_of(options: argparse.Namespace) -> AdminSettings | None:
+    """Raises ConfigError."""
+    if options.admin_port is None:
+        return None
+    settings = AdminSettings(
+        port=options.admin_port,
+        host=host_in(options.admin_host),
+        key_file=options.admin_key_file,
+        certificate=options.admin_tls_cert,
+        certificate_key=options.admin_tls_key,
+        client_authority=options.admin_client_ca,
+    )
+    settings.check()
+    return settings
 
 
 def report(console: Console, error: BiremeError, code: int) -> int:
@@ -251,6 +268,12 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         "--tls-cert", metavar="FILE", help="certificate chain of the OpenAI frontend, which then speaks https"
     )
     parser.add_argument("--tls-key", metavar="FILE", help="its key")
+    parser.add_argument("--admin-port", type=int, metavar="PORT", help="drain, sleep, status over HTTP; default: no")
+    parser.add_argument("--admin-host", default=LOOPBACK, metavar="ADDRESS", help="where the admin door listens")
+    parser.add_argument("--admin-key-file", default="", metavar="FILE", help="with the key that the door asks for")
+    parser.add_argument("--admin-tls-cert", default="", metavar="FILE", help="of the door, which then speaks https")
+    parser.add_argument("--admin-tls-key", default="", metavar="FILE", help="its key")
+    parser.add_argument("--admin-client-ca", default="", metavar="FILE", help="whose client certificates it asks for")
     parser.add_argument("--frontend-processes", type=int, default=1, metavar="N", help="that share the OpenAI port")
 
 
@@ -281,6 +304,7 @@ def settings_of(options: argparse.Namespace, run_folder: RunFolder) -> Deploymen
         health_host=host_in(options.health_host),
         health_port=options.health_port,
         drain_timeout_s=options.drain_timeout,
+        admin=admin_of(options),
         canaries=CanarySettings(interval_s=options.canary_interval),
         frontend=frontend_of(options, recipe.folder, override, run_folder, hosts, advertised),
         advertise=advertised,

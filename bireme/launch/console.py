@@ -81,8 +81,8 @@ class Console:
         models_level: Level = "debug",
     ) -> None:
         """`models_level`: a higher one for lines of models and engines. `stream` (None: stderr) is written at once."""
-        self._threshold = LEVELS.index(level)
-        self._models_threshold = max(self._threshold, LEVELS.index(models_level))
+        self._own_level, self._least_models_threshold = level, LEVELS.index(models_level)
+        self.set_level(None)
         self._as_json = as_json
         self._stream = stream
         self._lock = threading.RLock()
@@ -92,6 +92,11 @@ class Console:
         self._has_lines = threading.Event()
         self._repeats = Repeats()
         self._writer = GuardedThread("console", self._write_queued, self)
+
+    def set_level(self, level: Level | None) -> None:
+        """None: as it was made with."""
+        self._threshold = LEVELS.index(level or self._own_level)
+        self._models_threshold = max(self._threshold, self._least_models_threshold)
 
     def event(self, name: str, level: Level = "info", **fields: object) -> None:
         """Log an event of the launcher's: `name key=value ...`."""

@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +24,16 @@ from typing import Any
 from bireme.child_process import Backoff
 from bireme.config import CHECKOUT, Recipe
 from bireme.discovery.directory import LOOK_S
-from bireme.discovery.run_folder import ask_drain, named_key
+from bireme.discovery.records import WorkerRecord
+from bireme.discovery.run_folder import ask_drain, is_draining, named_key
 from bireme.discovery.store import shared_key
 from bireme.discovery.view import WorkerView, discover
 from bireme.errors import BiremeError, ConfigError
 from bireme.kv.wire.curve import needs_curve
+from bireme.launch.admin_door import AdminDoor, AdminSettings
 from bireme.launch.canaries import CanarySettings
-from bireme.launch.console import Console
+from bireme.launch.console import Console, Level
+from bireme.launch.doors import get
 from bireme.launch.drain import drain
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
 from bireme.launch.guarded_thread import GuardedThreads
@@ -40,7 +43,8 @@ from bireme.launch.installation import Installation
 from bireme.launch.loading import load_models
 from bireme.launch.memory_process import MemoryProcess
 from bireme.launch.openings import warn_of_old_triton
-from bireme.launch.ports import LOOPBACK, Hosts, Listener, Ports, is_every_address
+from bireme.launch.operations import Operations
+from bireme.launch.ports import LOOPBACK, Hosts, Listener, Ports, is_every_address, is_loopback
 from bireme.launch.preflight import check_all, unkept_code
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.run_folder import RunFolder
@@ -63,6 +67,7 @@ _RUN_FOLDER_S = 1.0  # how soon deleted files are there again
 _EXIT_S = 10.0  # of a server without models: Triton looks once a second
 _ANNOUNCE_S = 3.0  # until the shared store has it that a server drains
 _SEEN_S = 2 * LOOK_S  # and until its readers have seen it
+_METRICS_S = 5.0  # for the frontend's page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,7 @@ class DeploymentSettings:
     drain_timeout_s: int = 30  # for requests under way at the end
     canaries: CanarySettings = CanarySettings()
     frontend: FrontendSettings | None = None  # None: without OpenAI's API
+    admin: AdminSettings | None = None  # None: without the admin door
     max_restarts: int = 10  # of the server, in restart_window_s; then give up
     restart_window_s: float = 600.0
     thread_pool_size: int = 0  # 0: as many as the process limit allows, THREAD_POOL_SIZE at most
@@ -97,6 +103,7 @@ class Deployment:
         self.run_folder = run_folder or RunFolder()
         self._key = deployment_key(settings.recipe)
         self._view: WorkerView | None = None  # of the workers on all servers
+        self._elsewhere: Mapping[str, WorkerRecord] = {}  # others' workers
         models, pipelines = used_models(settings.recipe, settings.checkout)
         self._phases = (models, pipelines)
         self._installation: Installation | None = None
@@ -152,10 +159,12 @@ class Deployment:
         self._begun.callback(self._health.stop)
         self._health.start()
         self._begun.callback(self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S).stop)
+        if settings.admin is not None:
+            self._open_door(settings.admin)
         if settings.recipe.discovery.is_shared:
             self._view = discover(settings.recipe, self._address, self.run_folder.path)
             self._begun.callback(self._view.stop)
-            self._view.watch(lambda records: None)
+            self._view.watch(self._take_view)
         if settings.frontend is not None:
             environment = dict(settings.frontend.environment) | {"BIREME_KEY": self._key}
             frontend = dataclasses.replace(settings.frontend, environment=environment)
@@ -174,6 +183,48 @@ class Deployment:
             self._frontend.wait_ready()
         self._say_ready()
 
+    def _open_door(self, settings: AdminSettings) -> None:
+        try:
+            door = AdminDoor(settings, Operations(self, self._console), self._console)
+        except OSError as error:
+            raise ConfigError(f"--admin-port {settings.port}: it can't be had on {settings.host} ({error})") from error
+        self._begun.callback(door.stop)
+        door.start()
+        scheme = "http" if door.is_plain else "https"
+        level: Level = "warning" if door.is_plain and not is_loopback(settings.host) else "info"
+        self._console.event(
+            "admin_door", level, url=f"{scheme}://{address(settings.host, door.port)}",
+            **({"remedy": "keys cross the network unencrypted: --admin-tls-cert"} if level == "warning" else {}),
+        )  # fmt: skip
+
+    def _take_view(self, view: Mapping[str, WorkerRecord]) -> None:
+        self._elsewhere = {name: record for name, record in view.items() if "@" in name}
+
+    # What the admin door sees
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.settings.recipe
+
+    @property
+    def folder(self) -> Path:
+        return self.run_folder.path
+
+    def workers_elsewhere(self) -> Mapping[str, WorkerRecord]:
+        return self._elsewhere
+
+    def is_drain_known(self) -> bool:
+        return self._view is None or self._view.is_drained_elsewhere()
+
+    def metrics_pages(self) -> Sequence[str]:
+        """Return Triton's and the frontend's. Raises BiremeError, OSError, HTTPException."""
+        if self._server is None or not self._server.is_running:
+            return []
+        pages = [self._server.metrics_text()]
+        if (frontend := self._frontend) is not None:
+            pages.append(get(frontend.address, "/metrics", _METRICS_S, frontend.has_tls, frontend.key).decode())
+        return pages
+
     def _listeners(self) -> dict[str, Listener]:
         """Return port option -> where it is listened on."""
         settings = self.settings
@@ -185,6 +236,8 @@ class Deployment:
         }
         if settings.health_port:
             listeners["--health-port"] = Listener("--health-host", settings.health_host, settings.health_port)
+        if (admin := settings.admin) is not None and admin.port:
+            listeners["--admin-port"] = Listener("--admin-host", admin.host, admin.port)
         if (frontend := settings.frontend) is not None:
             listeners["--openai-port"] = Listener("--host", frontend.host, frontend.port)
         return listeners
@@ -424,6 +477,8 @@ class Deployment:
         if monitor is None:
             return False, {"status": "starting"}
         report = monitor.report()
+        if is_draining(self.run_folder.path):
+            return False, report | {"status": "draining"}
         if self._folder_problem:
             report |= {"status": "not_ready", "run_folder": self._folder_problem}
         if problems := self.threads.problems():

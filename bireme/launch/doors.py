@@ -64,11 +64,11 @@ def connect(address: str, timeout_s: float, has_tls: bool) -> http.client.HTTPCo
     return http.client.HTTPSConnection(address, timeout=timeout_s, context=ssl._create_unverified_context())
 
 
-def get(address: str, path: str, timeout_s: float, has_tls: bool = False) -> bytes:
-    """Raises OSError, HTTPException."""
+def get(address: str, path: str, timeout_s: float, has_tls: bool = False, key: str = "") -> bytes:
+    """`key`: the launch's, where the port asks for keys. Raises OSError, HTTPException."""
     connection = connect(address, timeout_s, has_tls)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
         response = connection.getresponse()
         body = response.read()
         if response.status != http.client.OK:

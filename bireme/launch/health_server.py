@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import ssl
 import sys
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class HealthServer:
 
     def __init__(self, host: str, port: int, live: Report, ready: Report) -> None:
         routes = {"/health/live": live, "/health/ready": ready, "/health": ready}
-        self._server = _Listener(host, port, _handler(routes))
+        self._server = SmallHttpServer(host, port, _handler(routes))
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -41,13 +42,19 @@ class HealthServer:
         self._server.server_close()
 
 
-class _Listener(http.server.ThreadingHTTPServer):
+class SmallHttpServer(http.server.ThreadingHTTPServer):
+    """A thread a client; none is waited for long."""
+
+    tls: ssl.SSLContext | None = None
+
     def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
         self.address_family, address = resolve(host, port)
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(_CLIENT_S)
+        if self.tls is not None:  # its handshake is the client's thread's
+            request = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # the system has no thread left: one client after the other, none for long
@@ -56,7 +63,7 @@ class _Listener(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves early is no error."""
-        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError, ssl.SSLError)):
             super().handle_error(request, client_address)
 
 

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _SAMPLE = re.compile(r"^(bireme_\w+)(?:\{([^}]*)\})? (\S+)")
-_FIELDS: Mapping[
-    str, tuple[str, str, Sequence[str]]
-] = {  # series -> its field below, the label that decides, its values
-    "bireme_engine_up": ("engine_up", "", ()),
-    "bireme_kv_publisher_up": ("publishes", "", ()),
-    "bireme_engine_step_seconds_count": ("steps", "", ()),
-    "bireme_requests_running": ("queued", "", ()),
-    "bireme_requests_waiting": ("queued", "", ()),
-    "bireme_streams": ("streams", "", ()),
-    "bireme_requests_total": ("served", "outcome", ("stop", "length", "tool_calls")),
-    "bireme_kv_transfer_bytes_total": ("imported", "direction", ("import",)),
+# series -> its fields below, each with the label that decides and its values
+_FIELDS: Mapping[str, Sequence[tuple[str, str, Sequence[str]]]] = {
+    "bireme_engine_up": [("engine_up", "", ())],
+    "bireme_kv_publisher_up": [("publishes", "", ())],
+    "bireme_engine_step_seconds_count": [("steps", "", ())],
+    "bireme_requests_running": [("queued", "", ())],
+    "bireme_requests_waiting": [("queued", "", ())],
+    "bireme_streams": [("streams", "", ())],
+    "bireme_http_requests_active": [("active", "", ())],
+    "bireme_requests_total": [("served", "outcome", ("stop", "length", "tool_calls"))],
+    "bireme_kv_transfer_bytes_total": [("imported", "direction", ("import",))],
+    "bireme_kv_leases": [
+        ("leases", "state", ("reserved", "exported", "claimed")),
+        ("transfers", "state", ("claimed",)),
+    ],
 }
 _FLAGS = ("engine_up", "publishes")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -32,6 +36,9 @@ class WorkerSeries:
     steps: float | None = None  # engine steps so far
     queued: float = 0.0  # requests running or waiting
     streams: float = 0.0  # requests that the stub has not fully answered
+    active: float = 0.0  # HTTP requests that the frontend works on
+    leases: float = 0.0  # of KV, that have not ended
+    transfers: float = 0.0  # of these, that decode copies
     served: float = 0.0  # requests that ended well
     imported: float = 0.0  # bytes of KV imported from others
 
@@ -62,8 +69,8 @@ def _take(workers: dict[str, WorkerSeries], name: str, labels: dict[str, str], v
     if "worker" not in labels:
         return
     series = workers.setdefault(labels["worker"], WorkerSeries())
-    field, label, counted = _FIELDS.get(name, ("", "", ()))
-    if field in _FLAGS:
-        setattr(series, field, value >= 1)
-    elif field and (not label or labels.get(label) in counted):
-        setattr(series, field, (getattr(series, field) or 0.0) + value)
+    for field, label, counted in _FIELDS.get(name, ()):
+        if field in _FLAGS:
+            setattr(series, field, value >= 1)
+        elif not label or labels.get(label) in counted:
+            setattr(series, field, (getattr(series, field) or 0.0) + value)

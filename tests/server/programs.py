@@ -69,5 +69,6 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/serve.py": "tests/server/test_served_recipes.py",
     "tools/show_config.py": "tests/server/test_tensorrtllm_backend_clients.py",
     "tools/sleep.py": "tests/launch/test_sleep.py",
+    "tools/status.py": "tests/launch/test_admin_door.py",
     "tools/soak.py": "tests/server/test_soak.py",
 }

@@ -25,15 +25,17 @@ HOSTS = {
     "--metrics-host": "127.0.0.5",
     "--health-host": "127.0.0.6",
     "kv_events.host": "127.0.0.7",
+    "--admin-host": "127.0.0.8",
     "UCX_NET_DEVICES": "127.0.0.1",  # lo
     "every address": "0.0.0.0",
 }
+ADMIN = ("--admin-port", str(free_port()), "--admin-key-file", "KEY_FILE")
 PORTS = ("openai", "http", "grpc", "metrics", "health")
 NIXL = '{"engine_config": {"cache_transceiver_config": {"backend": "NIXL"}}}'
 BY_NIXL = ("--override", f'{{"workers": {{"prefill": {NIXL}, "decode": {NIXL}}}}}')
 SHARED = ("--discovery", "SHARED", "--advertise", "localhost")  # a name: it may be of any network
 CASES = {
-    "disaggregated": ((), ()),
+    "disaggregated": (ADMIN, ("--admin-port",)),
     "events": (("--set", "kv_events.host=127.0.0.7", "--set", "workers.decode.replicas=2"), ("kv_events.host",)),
     "nixl": (BY_NIXL, ()),
     "nixl-shared": ((*BY_NIXL, *SHARED), ("NIXL between hosts",)),
@@ -67,7 +69,9 @@ def launch(before, case, sample_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp(case)
     shared = folder / "shared"
     shared.mkdir(mode=0o700)
-    options = [word.replace("SHARED", str(shared)) for word in CASES[case][0]]
+    (folder / "key").write_text("k" * 16)
+    places = {"SHARED": str(shared), "KEY_FILE": str(folder / "key")}
+    options = [places.get(word, word) for word in CASES[case][0]]
     hosts = [f"{option}={host}" for option, host in HOSTS.items() if option.startswith("--")]
     ports = [f"--{name}-port={free_port()}" for name in PORTS]
     run_folder = RunFolder()
@@ -95,6 +99,7 @@ def test_a_launch_listens_where_the_page_says_and_nowhere_else(before, launch, c
     settings = launch.settings
     named = {getattr(settings.ports, name): f"--{name}-port" for name in ("http", "grpc", "metrics")}
     named |= {settings.health_port: "--health-port", settings.frontend.port: "--openai-port"}
+    named |= {settings.admin.port: "--admin-port"} if settings.admin else {}
     found = {address: pid for address, pid in tcp_listeners(family(os.getpid())).items() if address not in before}
     sockets = Counter((role(pid), named.get(port, "any"), address) for (address, port), pid in found.items())
     assert set(sockets) == table(CASES[case][1])
