@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.torch.quick_interpreter import make_quick
+
+make_quick()
+
 
 class TinyModel:
     """A model folder and its oracle."""
