@@ -38,6 +38,7 @@ _FILES: tuple[Keys, ...] = (
     ("grpc_tls", "key"),
     ("discovery", "cert_key"),
 )
+_FILE_OPTIONS = ("api_keys", "tls_key", "admin_key_file", "admin_tls_key")  # the same
 State = Literal["starting", "ready"]
 
 
@@ -132,9 +133,8 @@ def _named_files(recipe: Recipe) -> frozenset[Keys]:
 
 
 def _option_files(options: Mapping[str, Any]) -> frozenset[Keys]:
-    return frozenset(
-        (name, "value") for name in ("api_keys", "tls_key") if Path(options.get(name, {}).get("value") or "/").is_file()
-    )
+    named = {name: options.get(name, {}).get("value") for name in _FILE_OPTIONS}
+    return frozenset((name, "value") for name, path in named.items() if path and Path(path).is_file())
 
 
 def _has(tree: Mapping[str, Any], key: str) -> bool:
@@ -171,6 +171,8 @@ def _ports(deployment: Deployment) -> dict[str, str]:
     }
     if (frontend := settings.frontend) is not None:
         found["openai"] = address(frontend.host, frontend.port)
+    if (admin := settings.admin) is not None:
+        found["admin"] = address(admin.host, admin.port)
     if settings.advertise:
         found["advertised_grpc"] = settings.advertise
     return found

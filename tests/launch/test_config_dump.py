@@ -112,7 +112,8 @@ def test_no_secret_is_in_it(dump, monkeypatch, tmp_path):
         monkeypatch.setenv(name, f"planted-{name}")
     monkeypatch.setenv("HF_ENDPOINT", "https://user:planted-endpoint@hub")
     keys = tmp_path / "keys.yaml"
-    keys.write_text("planted-file")
+    keys.write_text("planted-file-" + 32 * "x")
+    keys.chmod(0o600)
     worker = {
         "env": {"MY_OWN": "planted-env", "HF_TOKEN": "planted-hf", "NCCL_DEBUG": "INFO", "UCX_URL": "u://planted-u@h"},
         "engine": "trtllm",
@@ -140,11 +141,14 @@ def test_no_secret_is_in_it(dump, monkeypatch, tmp_path):
         *("recipes/mocker", "--override", json.dumps(override), "--set", "sampling.token=planted-set"),
         *("--discovery", "etcd://user:planted-etcd@host:2379", "--advertise", "here:1"),
         *("--api-keys", str(keys), "--tls-key", "planted-tls"),
+        *("--admin-key-file", str(keys), "--admin-port", "8005"),
         *("--tls-cert", "x", "--triton-arg=--http-restricted-api=health:key=planted-flag", "--triton-arg=planted-arg"),
     )
     text = json.dumps(found).replace(str(keys), "")
     assert "planted" not in text and BYTES.hex() not in text
-    assert found["options"]["api_keys"]["value"] == str(keys)  # the name of a file is none
+    options = found["options"]
+    assert options["api_keys"]["value"] == options["admin_key_file"]["value"] == str(keys)  # the name of a file is none
+    assert found["ports"]["admin"] == "127.0.0.1:8005"
     assert found["recipe"]["workers"]["decode"]["env"] == {"NCCL_DEBUG": "INFO"}
     assert found["recipe"]["chat"]["template_kwargs"]["greeting"] == "hello"
     assert {"kv_events.nats_url", "grpc_tls.key", "workers.decode.env.HF_TOKEN"} <= set(found["left_out"])
@@ -163,6 +167,14 @@ def test_a_file_that_can_t_be_written_is_refused_before_anything_starts(name, re
     error = capsys.readouterr().err
     assert f"--dump-config-to {path}: " in error and reason in error
     assert set(default_base().glob(f"{os.getpid()}-*")) == before
+
+
+def test_a_launch_that_does_not_begin_leaves_what_was_known(tmp_path, capsys):
+    path = tmp_path / "config.yml"
+    assert serve.main(["recipes/mocker", "--health-port", "70000", "--dump-config-to", str(path)]) == serve.WRONG
+    assert "70000 is not a port" in capsys.readouterr().err
+    found = yaml.safe_load(path.read_text())
+    assert found["state"] == "starting" and found["options"]["health_port"]["value"] == 70000
 
 
 def test_nobody_else_reads_it_and_a_write_that_fails_leaves_the_one_before(tmp_path):
