@@ -402,6 +402,7 @@ class FrontendConfig(Settings, frozen=True, kw_only=True):
     max_idle_connections: Positive = 4096
     comment_interval_s: PositiveDuration = 15.0  # a silent event stream gets a comment so often: proxies keep it open
     playground: bool = True  # the page at /
+    live_viewers: NotNegative = 16  # who may watch the live state at once, of all processes together; 0: nobody
     # Without keys, beside localhost, 127.0.0.1 and --host: names by which clients reach the port; .example.com: and all
     # below. A request with another name as Host comes from a web page that means harm, or through a proxy
     allowed_hosts: tuple[Annotated[str, msgspec.Meta(pattern=r"^\.?[\w-]+(\.[\w-]+)*$|^[\da-fA-F:]+$")], ...] = ()

@@ -27,9 +27,11 @@ from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.browser_guard import BrowserGuard
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Handler, Post, Receive, Scope, Send
 from bireme.openai.http.error_replies import HttpError, RateLimitError, anthropic_reply_of, is_internal, shutting_down
-from bireme.openai.http.members import Member
+from bireme.openai.http.members import Answer, Member
 from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
+from bireme.openai.live.feed import LIVE, LiveFeed
+from bireme.openai.live.source import LiveSource
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
 from bireme.openai.model_kinds import ModelsByName
 from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS, openapi
@@ -44,7 +46,7 @@ from bireme.openai.text.embeddings import Embeddings
 from bireme.openai.text.messages import Messages
 from bireme.openai.text.model_object import anthropic_model, anthropic_page, openai_model
 from bireme.openai.text.responses import Responses
-from bireme.openai.text.served_model import Models
+from bireme.openai.text.served_model import FollowedModel, Models
 from bireme.openai.text.stored_responses import StoredResponses
 from bireme.openai.text.tokenization import Tokenization
 from bireme.openai.video.routes import VideoRoutes
@@ -90,6 +92,7 @@ class Frontend:
         self._followed, self._tasks = followed, list[asyncio.Task[None]]()
         self._files: FileRoutes | None = None
         self._page = MetricsPage(metrics)
+        self._live_feed: LiveFeed | None = None
         self._playground = PlaygroundFiles() if self._config.playground else None
         self._playground_paths = self._playground.paths if self._playground else frozenset()
         self._open_paths = OPEN_PATHS | self._playground_paths
@@ -148,6 +151,7 @@ class Frontend:
             "/openapi.json": {"GET": self._show_openapi},
             **self._files.routes(self._limited, self._with_body),
             **self._video_routes.routes(self._with_body),
+            **self._live_routes(followed, self.readiness),
         }
         await self._video_routes.start()
         self._stored.start()
@@ -157,9 +161,19 @@ class Frontend:
         if (pulse := own_pulse()) is not None:
             self._pulse = asyncio.get_running_loop().create_task(pulse.run())
         if self._member is not None:
-            self._teller = await self._member.tell(self._page.totals)
+            answers: dict[str, Answer] = {LIVE: lambda _: live.part()} if (live := self._live_feed) is not None else {}
+            self._teller = await self._member.tell(self._page.totals, answers)
+
+    def _live_routes(self, models: Sequence[FollowedModel], readiness: Readiness) -> dict[str, dict[str, Handler]]:
+        if not self._config.live_viewers:
+            return {}
+        source = LiveSource(models, self._page.totals)
+        self._live_feed = LiveFeed(source, self._member, self._config.live_viewers, lambda: readiness.is_draining)
+        return {"/v1/live": {"GET": self._live_feed.get}}
 
     async def stop(self) -> None:
+        if self._live_feed is not None:
+            self._live_feed.close()
         if self._teller is not None:
             self._teller.close()
         for task in self._tasks:
@@ -320,7 +334,7 @@ class Frontend:
 
     async def _show_metrics(self, call: Call) -> None:
         self._metrics.set("bireme_http_requests_active", self._num_active)
-        others = await self._member.ask() if self._member is not None else []
+        others = await self._member.ask_totals() if self._member is not None else []
         only_key = None if call.tenant.is_operator else call.tenant.name
         assert self.readiness is not None
         is_ready, _ = await self.readiness.report()  # asks the workers, at most once a second

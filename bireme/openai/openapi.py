@@ -117,6 +117,7 @@ OPERATIONS = (
     Operation("POST", "/ping", "The same"),
     Operation("GET", "/version", "Tell the version of the server"),
     Operation("GET", "/metrics", "Prometheus metrics"),
+    Operation("GET", "/v1/live", "Watch workers, queues and faults as server-sent events"),
     Operation("GET", "/openapi.json", "These operations as OpenAPI 3.1"),
 )  # fmt: skip
 _IN_PATH = re.compile(r"{(\w+)}")  # names of parameters

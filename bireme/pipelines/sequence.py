@@ -223,6 +223,7 @@ class SequenceRunner:
                     f"{error}; moved {recipe.pipeline.migration_limit} times already (pipeline.migration_limit)"
                 ) from error
             self.metrics.add("bireme_migrations_total")
+            self._services.note_fault("migration", self._losing_worker(), f"after {len(self.tokens)} tokens: {error}")
             sampling = self._request.sampling
             # One of several sequences may have been at fault with its own work, which the others have, too: it ends
             # them before they are sent again.
@@ -264,8 +265,9 @@ class SequenceRunner:
         metrics = self.metrics
         try:
             placement = self._services.router.place(self._request.routing_request(bool(self.tokens), self._has_kv))
-        except ResourceExhaustedError:
+        except ResourceExhaustedError as error:
             metrics.add("bireme_routing_decisions_total", 1, "refused")
+            self._services.note_fault("busy", "", error)
             raise
         metrics.add("bireme_routing_decisions_total", 1, placement.reason)
         for worker in filter(None, (placement.prefill, placement.decode)):
@@ -287,8 +289,9 @@ class SequenceRunner:
             lease = self._lease = _Lease(self._services, worker, _on_rank(request, placement.prefill_dp_rank))
             try:
                 await _within(asyncio.shield(lease.call), self._request.deadline)
-            except UnavailableError:
+            except UnavailableError as error:
                 router.note_down(worker)
+                self._note_unreachable(worker, error)
                 raise
             router.note_up(worker)
         result, lease.state = lease.call.result(), _KvState.OFFERED
@@ -362,13 +365,28 @@ class SequenceRunner:
             self._has_kv = False
             if placement.prefill is not None:
                 router.note_down(placement.prefill)
+            self._services.note_fault("transfer_failed", placement.prefill or placement.decode, error)
         elif isinstance(error, UnavailableError):
             router.note_down(placement.decode)
+            self._note_unreachable(placement.decode, error)
             if self._lease is not None and was_refused and not isinstance(error, EngineLostError):
                 self._lease.state = _KvState.KEPT
+        elif isinstance(error, ResourceExhaustedError):
+            self._services.note_fault("busy", placement.decode, error)
         elif isinstance(error, NotFoundError) and self._lease is not None:
             raise EngineLostError(str(error)) from error  # the lease expired, or its engine is another by now
         raise error
+
+    def _losing_worker(self) -> str:
+        """Return whose engine went away with the last attempt: prefill's, where it had not answered yet."""
+        placement = self._placement
+        if placement is None:
+            return ""
+        return placement.decode if self._prefill is not None or placement.prefill is None else placement.prefill
+
+    def _note_unreachable(self, worker: str, error: UnavailableError) -> None:
+        if isinstance(error, UnreachableError):
+            self._services.note_fault("unreachable", worker, error)
 
     def _whole(self, finish: Finish) -> Finish:
         """Return the finish with the usage of all attempts.

@@ -21,6 +21,7 @@ from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.routing.router import WorkerRouter
 from bireme.messages import Capacity
 from bireme.metrics import Registry
+from bireme.pipelines.faults import FaultKind, FaultLog
 from bireme.pipelines.routing import recipe_workers
 from bireme.workers.base import WorkerClient
 
@@ -38,6 +39,7 @@ class Services:
     num_active: int = 0
     members: Mapping[str, WorkerRecord] = field(default_factory=dict)  # by worker id, those that drain among them
     discovery: WorkerView | None = None
+    faults: FaultLog | None = None  # None: nobody asks for them
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _unread: Registry = field(default_factory=Registry)  # of canaries, which are no load
 
@@ -66,7 +68,13 @@ class Services:
         self.discovery = discovery
         discovery.watch(on_view)
 
+    def note_fault(self, kind: FaultKind, worker: str, reason: object) -> None:
+        if self.faults is not None:
+            self.faults.note(kind, worker, str(reason))
+
     def set_workers(self, view: Mapping[str, WorkerRecord]) -> None:
+        if self.faults is not None:
+            _note_changes(self.faults, self.members, view)
         for name in view.keys() ^ self.members.keys():
             if "@" in name:  # those of the own server come with the recipe
                 logger.info("%s worker=%s", "worker_joined" if name in view else "worker_left", name)
@@ -94,9 +102,9 @@ class Services:
         """Count a running request. Raises ResourceExhaustedError when there are too many."""
         limit = self.recipe.limits.max_concurrent_requests
         if self.num_active >= limit:
-            raise ResourceExhaustedError(
-                f"{self.num_active} requests under way; limits.max_concurrent_requests is {limit}, try again later"
-            )
+            refusal = f"{self.num_active} requests under way; limits.max_concurrent_requests is {limit}"
+            self.note_fault("busy", "", refusal)
+            raise ResourceExhaustedError(f"{refusal}, try again later")
         self.num_active += 1
         try:
             yield
@@ -124,3 +132,15 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
     except BiremeError as error:
         logger.info("background_task_failed error=%s", error)
         drop_frames(error)
+
+
+def _note_changes(faults: FaultLog, before: Mapping[str, WorkerRecord], after: Mapping[str, WorkerRecord]) -> None:
+    for name, record in before.items():
+        if name not in after:
+            faults.note("worker_left", name, "its record is gone: it has stopped, or its server does not answer")
+            continue
+        life = after[name].life
+        if record.life and not life:
+            faults.note("engine_lost", name, "its engine has ended")
+        elif record.life and life != record.life:
+            faults.note("engine_restarted", name, "another engine is in its place")

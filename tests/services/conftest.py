@@ -28,7 +28,8 @@ def driver() -> Iterator[Any]:
 
 @pytest.fixture(scope="package")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(RECIPE, tmp_path_factory.mktemp("services") / "log", ports=PORTS) as running:
+    follows_load = "--set=router.mode=kv"  # which a lone worker's recipe leaves out
+    with served(RECIPE, tmp_path_factory.mktemp("services") / "log", follows_load, ports=PORTS) as running:
         yield running
 
 

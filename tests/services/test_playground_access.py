@@ -60,11 +60,11 @@ def test_settings_tools_and_a_result_by_keyboard_alone(page):
 def test_focus_goes_through_the_page_in_the_order_of_reading(page):
     page.run(FROM_THE_TOP)
     seen = []
-    for _ in range(13):
+    for _ in range(14):
         page.press(Keys.TAB)
         seen.append(page.focused)
-    bar = ["model", "new-chat", "show-code", "show-batches", "theme", "toggle-settings"]
-    assert seen[:8] == ["Skip to the message box", *bar, "thread"]
+    bar = ["model", "new-chat", "show-code", "show-batches", "show-live", "theme", "toggle-settings"]
+    assert seen[:9] == ["Skip to the message box", *bar, "thread"]
     assert seen[-1] == "prompt" and "Attach pictures" not in seen
 
 

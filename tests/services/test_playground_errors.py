@@ -76,3 +76,13 @@ def test_what_the_server_refuses_is_shown_in_its_words(page):
     assert "top_logprobs: only with logprobs true" in page.text(".answer .error") and "400" in page.text(
         ".answer .error .note"
     )
+
+
+def test_a_key_that_is_no_operators_may_not_see_workers(keyed, visit):
+    url, key = keyed
+    page = visit(url).open(wait=False)
+    page.press(key, Keys.ENTER)
+    page.until(lambda: page.find("#model").is_enabled())
+    page.click("#show-live")
+    page.until(lambda: "operator: true" in page.text("#live-error"))
+    assert page.all(".worker") == [] and "Enter a key" in page.text("#live-error")

@@ -15,6 +15,7 @@ from bireme.kv.blocks.hashing import MediaSpan
 from bireme.kv.kernels.arrays import Floats, Hashes
 from bireme.kv.routing.active import SentRequest
 from bireme.kv.routing.targets import Target
+from bireme.kv.wire.event_wire import WorkerLoad
 from bireme.serving_options import NO_OPTIONS, ServingOptions
 
 ANYBODY: tuple[str, int | None] = ("", None)
@@ -61,6 +62,25 @@ class Candidate:
     waiting_tokens: float  # prompt tokens to be computed there
     num_blocks: float  # in use
     num_requests: float
+
+
+@dataclass(slots=True)
+class Flow:
+    """What a router has sent one way."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, that the worker was expected to hold
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWork:
+    """A worker's work as a router knows it."""
+
+    report: WorkerLoad | None  # its own, of the last seconds; None: it has sent none, or nobody follows it
+    num_sent: int  # requests of this router that are there
+    waiting_tokens: int  # of their prompts, not known to be computed
+    skip_s: float  # it is skipped for so long, because a request was lost there; inf: its server is silent
 
 
 class Holdings(Protocol):

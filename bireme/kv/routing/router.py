@@ -39,11 +39,13 @@ from bireme.kv.routing.block_uses import BlockUses
 from bireme.kv.routing.placement import (
     ANYBODY,
     Candidate,
+    Flow,
     HashPrompt,
     Holdings,
     Placement,
     RoutingRequest,
     WorkerFollower,
+    WorkerWork,
 )
 from bireme.kv.routing.sessions import SessionTable
 from bireme.kv.routing.targets import DEFAULT_TOKENS_PER_BLOCK, StageTargets, Target
@@ -91,6 +93,8 @@ class Decision:
 class WorkerRouter:
     """Used on one loop's thread; must be quick."""
 
+    flows: dict[tuple[str, str], Flow] | None = None  # by prefill ("": none) and decode worker; None: not counted
+
     def __init__(
         self,
         config: RouterConfig,
@@ -111,6 +115,7 @@ class WorkerRouter:
         self.mode, self._config, self._must_transfer = mode, config, enforce_disaggregation
         self._holdings, self._hash_prompt, self._followers = holdings, hash_prompt, tuple(followers)
         self._counts_load = loads is not None
+        self._loads: Mapping[str, WorkerLoad] = loads if loads is not None else {}
         self._clock, self._draw = clock, draw or random.Random()
         uses = BlockUses() if self._counts_load and hash_prompt is not None else None
         self._stages = {
@@ -151,6 +156,8 @@ class WorkerRouter:
         """
         now = self._clock()
         decision = self._decide(request, avoid, now)
+        if self.flows is not None:
+            _count_flow(self.flows, decision, request)
         if not self._counts_load:
             return decision.placement()
         prefill, decode = decision.prefill, decision.decode
@@ -187,6 +194,23 @@ class WorkerRouter:
                 for at, target in enumerate(stage.targets)
             ]  # fmt: skip
         return decision.placement(), candidates
+
+    @property
+    def follows_load(self) -> bool:
+        """Whether workers' reports come in, and what is sent to them is counted."""
+        return self._counts_load
+
+    def work_of(self, worker: str) -> WorkerWork:
+        """Return what is known of a worker of any stage; nothing is counted."""
+        actives = [one.active for stage in self._stages.values() for one in stage.targets if one.worker == worker]
+        is_silent = split_worker(worker)[1] in self._silent
+        skip_s = math.inf if is_silent else max(0.0, self._down_until.get(worker, 0.0) - self._clock())
+        return WorkerWork(
+            self._loads.get(worker),
+            sum(active.num_requests for active in actives),
+            sum(active.prefill_tokens for active in actives),
+            skip_s,
+        )
 
     def prefilled(self, placement: Placement) -> None:
         """The prompt has been computed, its first token is there."""
@@ -462,6 +486,15 @@ class WorkerRouter:
 
 def _life(workers: Mapping[str, WorkerRecord], worker: str) -> int:
     return workers[worker].life if worker in workers else 0
+
+
+def _count_flow(flows: dict[tuple[str, str], Flow], decision: Decision, request: RoutingRequest) -> None:
+    prefill, decode = decision.prefill, decision.decode
+    way = (prefill.target.worker if prefill is not None else "", decode.target.worker)
+    flow = flows.setdefault(way, Flow())
+    flow.num_requests += 1
+    flow.prompt_tokens += len(request.prompt)
+    flow.cached_tokens += (prefill or decode).cached_tokens or 0
 
 
 def draw_cost(costs: Floats, allowed: Mask, ties: Floats, temperature: float, draw: random.Random) -> int:

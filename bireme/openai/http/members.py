@@ -1,7 +1,7 @@
-"""The processes that serve one frontend's port together: this one's number, and the others' counts.
+"""The processes that serve one frontend's port together: this one's number, and what it may ask the others.
 
-The kernel gives each new connection to one of them. They share nothing; any of them may be asked for the page of
-metrics, so each tells the others its totals over a Unix socket in their common folder.
+The kernel gives each new connection to one of them. They share nothing; any of them may be asked for what is all
+processes' matter, so each answers the others' questions over a Unix socket in their common folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from bireme.launch.ports import resolve
 from bireme.metrics import MetricDelta
 
 _TIMEOUT_S = 1.0
+_MAX_QUESTION_BYTES = 4096
+TOTALS = "totals"  # of metrics
+Answer = Callable[[str], bytes]  # what the question is about -> the answer; b"": nothing is known
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(MetricDelta).decode
 
@@ -56,10 +59,18 @@ class Member:
         """Return this process's part of a limit for all of them, at least 1."""
         return None if limit is None else max(1, math.ceil(limit / self.count))
 
-    async def tell(self, totals: Callable[[], MetricDelta]) -> asyncio.AbstractServer:
-        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(_encode(totals()))
-            with contextlib.suppress(OSError):
+    async def tell(
+        self, totals: Callable[[], MetricDelta], answers: Mapping[str, Answer] | None = None
+    ) -> asyncio.AbstractServer:
+        """Answer the others' questions until the server is closed; `answers` by the question's first word."""
+        known: dict[str, Answer] = {TOTALS: lambda _: _encode(totals()), **(answers or {})}
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(TimeoutError, OSError):
+                asked = await asyncio.wait_for(reader.read(_MAX_QUESTION_BYTES), _TIMEOUT_S)
+                name, _, about = asked.decode().partition(" ")
+                if name in known:
+                    writer.write(known[name](about))
                 await writer.drain()
             writer.close()
 
@@ -67,25 +78,35 @@ class Member:
         path.unlink(missing_ok=True)  # of one that died
         return await asyncio.start_unix_server(answer, path)
 
-    async def ask(self) -> list[MetricDelta]:
+    async def ask_totals(self) -> list[MetricDelta]:
         """Return the totals of the others; without those that do not answer."""
-        numbers = [number for number in range(self.count) if number != self.number]
-        answers = await asyncio.gather(*(self._ask(number) for number in numbers))
-        return [answer for answer in answers if answer is not None]
+        found: list[MetricDelta] = []
+        for answer in await self.ask(TOTALS):
+            with contextlib.suppress(msgspec.MsgspecError):
+                found.append(_decode(answer))
+        return found
 
-    async def _ask(self, number: int) -> MetricDelta | None:
+    async def ask(self, question: str) -> list[bytes]:
+        """Return the answers of the others; without those that do not answer, or know nothing."""
+        numbers = [number for number in range(self.count) if number != self.number]
+        answers = await asyncio.gather(*(self._ask(number, question.encode()) for number in numbers))
+        return [answer for answer in answers if answer]
+
+    async def _ask(self, number: int, question: bytes) -> bytes:
         try:
-            return _decode(await asyncio.wait_for(_read(self._path(number)), _TIMEOUT_S))
-        except (TimeoutError, OSError, msgspec.MsgspecError):
-            return None
+            return await asyncio.wait_for(_exchange(self._path(number), question), _TIMEOUT_S)
+        except (TimeoutError, OSError):
+            return b""
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.sock"
 
 
-async def _read(path: Path) -> bytes:
+async def _exchange(path: Path, question: bytes) -> bytes:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
+        writer.write(question)
+        writer.write_eof()
         return await reader.read()
     finally:
         writer.close()

@@ -35,7 +35,7 @@ class FollowedModel:
     ) -> None:  # fmt: skip
         """`discovery`: of its workers; None: they are the recipe's. `folder`: the launch's run folder, in reach."""
         self.recipe, self.workers, self.tokenizer = recipe, workers, tokenizer
-        self._discovery = discovery
+        self._discovery, self.run_folder = discovery, folder
         self.name = recipe.served_name
         self.created = int(time.time())
         self.services = Services(recipe, workers, make_router(recipe, metrics, folder), metrics)

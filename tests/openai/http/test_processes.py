@@ -1,6 +1,7 @@
 """Several processes behind one port: started, counted together, revived, ended together."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -80,6 +81,13 @@ def test_whoever_is_asked_shows_the_counts_of_all(group):
     assert {num_counted(port) for _ in range(10)} == {before + 40}
 
 
+def test_whoever_is_watched_shows_the_live_state_of_all(group):
+    _, port = group
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/live", timeout=5) as events:
+        state = json.loads(events.readline().removeprefix(b"data: "))
+    assert state["processes"] == {"count": 2, "answered": 2} and state["models"][0]["name"] == "tiny-chat"
+
+
 @pytest.mark.flaky(reruns=1)
 def test_one_that_dies_is_started_again(group):
     process, port = group
@@ -111,7 +119,7 @@ async def test_totals_of_another_process_are_added(tmp_path):
         registry.observe("bireme_request_seconds", 0.1)
         registry.set("bireme_http_requests_active", 3)
     server = await Member(1, 2, tmp_path).tell(pages[1].totals)
-    text = pages[0].text(await Member(0, 2, tmp_path).ask()).decode()
+    text = pages[0].text(await Member(0, 2, tmp_path).ask_totals()).decode()
     server.close()
     assert 'bireme_requests_total{outcome="stop",worker="frontend"} 4.0' in text
     assert 'bireme_http_requests_active{worker="frontend"} 6.0' in text
@@ -119,7 +127,7 @@ async def test_totals_of_another_process_are_added(tmp_path):
 
 
 async def test_a_process_that_does_not_answer_is_left_out(tmp_path):
-    assert await Member(0, 3, tmp_path).ask() == []
+    assert await Member(0, 3, tmp_path).ask_totals() == []
 
 
 def test_a_keys_limits_are_divided(tmp_path):

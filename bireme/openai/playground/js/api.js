@@ -72,6 +72,11 @@ export async function fileContent(id) {
   return (await call(`v1/files/${id}/content`)).blob();
 }
 
+/** Yield states of workers and queues, an array for each piece from the network. Raises ApiError, AbortError. */
+export function watchLive(signal) {
+  return streamOf("v1/live", null, signal);
+}
+
 /** Yield the progress of a video, and last the video. Raises ApiError, AbortError. */
 export async function* streamVideo(request, signal) {
   for await (const chunks of streamOf("v1/videos/generations", request, signal)) yield* chunks;

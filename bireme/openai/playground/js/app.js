@@ -10,6 +10,7 @@ import { EmbeddingView } from "./embedding.js";
 import { errorBlock, remedy } from "./error_view.js";
 import { History } from "./history.js";
 import { KeyDialog } from "./key_dialog.js";
+import { LiveView } from "./live.js";
 import { ModelPicker } from "./models.js";
 import { Panel } from "./panel.js";
 import { Settings } from "./settings.js";
@@ -26,7 +27,10 @@ const settings = new Settings(
   (values) => composer?.showSettings(values),
   () => panel.open(),
 );
-const keyDialog = new KeyDialog(loadModels);
+const keyDialog = new KeyDialog(() => {
+  loadModels();
+  live.resume();
+});
 const kept = new History((turns, id) => {
   chat.open(turns, id);
   composer.focus();
@@ -49,6 +53,8 @@ composer = new Composer({
 const video = new VideoView(() => models.name);
 const embedding = new EmbeddingView(() => models.name);
 const batches = new BatchView(() => models.name);
+const live = new LiveView(() => keyDialog.ask());
+const opened = { "show-batches": batches, "show-live": live }; // views by the button that opens and closes them
 const code = new CodeDialog(() => chat.request(byId("prompt").value, composer.pictures));
 
 byId("new-chat").addEventListener("click", () => {
@@ -56,17 +62,21 @@ byId("new-chat").addEventListener("click", () => {
   composer.say("");
   composer.focus();
 });
-byId("show-batches").addEventListener("click", () => {
-  if (batches.isOpen) batches.close();
-  else batches.open();
-  showView();
-});
+for (const [id, view] of Object.entries(opened)) {
+  byId(id).addEventListener("click", () => {
+    const isWanted = !view.isOpen;
+    for (const other of Object.values(opened)) other.close();
+    if (isWanted) view.open();
+    showView();
+  });
+}
 byId("show-code").addEventListener("click", () => code.open());
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing || document.querySelector("dialog[open]")) return;
   if (!panel.closeIfOver()) chat.stop();
 });
 addEventListener("pagehide", () => {
+  live.stop();
   video.stop();
   embedding.stop();
 });
@@ -77,6 +87,7 @@ composer.showSettings(settings.values());
 chat.restore();
 composer.focus();
 loadModels();
+if (location.hash === "#view=live") byId("show-live").click();
 
 async function loadModels() {
   const banner = byId("banner");
@@ -93,12 +104,12 @@ async function loadModels() {
   }
 }
 
-/** Batches, and models that make videos or embeddings, have a view in place of the chat. */
+/** Batches, the live view, and models that make videos or embeddings, have a view in place of the chat. */
 function showView() {
   document.body.classList.toggle("text-only", models.pictureProblem !== "");
   composer.say(chat.pictureProblem(composer.pictures));
-  const { isOpen } = batches;
-  byId("show-batches").setAttribute("aria-pressed", String(isOpen));
+  const isOpen = Object.values(opened).some((view) => view.isOpen);
+  for (const [id, view] of Object.entries(opened)) byId(id).setAttribute("aria-pressed", String(view.isOpen));
   byId("video").hidden = isOpen || !models.makesVideos;
   byId("embedding").hidden = isOpen || !models.makesEmbeddings;
   document.body.classList.toggle("without-chat", isOpen || models.makesVideos || models.makesEmbeddings);
