@@ -7,6 +7,7 @@ them), and a server of the model that is to be seen:
     python tools/screenshots.py                            # docs/playground-light.png, docs/playground-dark.png
     python tools/screenshots.py picture                    # docs/playground-picture.png, with recipes/tiny-vlm-agg
     python tools/screenshots.py video                      # docs/playground-video.png, with recipes/tiny-video
+    python tools/screenshots.py live                       # docs/observability-live.png, with any recipe under load
     python tools/screenshots.py --url http://127.0.0.1:9001/ --folder /tmp
 """
 
@@ -32,6 +33,7 @@ from models.training.picture_world import Thing, draw, png
 
 SIZE = (1280, 820)
 LIMIT_S = 30
+WATCHED_S = 12
 SEED = 7
 RESULT = '{"degrees": 3, "sky": "sunny"}'
 # What a browser would do besides showing the page, and the sandbox that root can't have.
@@ -54,7 +56,7 @@ def main() -> int:
             theme, act = SCENES[name]
             open_page(driver, options.url, theme)
             act(driver)
-            path = options.folder / f"playground-{name}.png"
+            path = options.folder / f"{PAGES.get(name, 'playground')}-{name}.png"
             driver.save_screenshot(str(path))
             print(f"{path} {path.stat().st_size} bytes")
     return 0
@@ -147,10 +149,20 @@ def filming(driver: webdriver.Chrome) -> None:
     _wait(driver, lambda: driver.execute_script(seen))
 
 
+def watching(driver: webdriver.Chrome) -> None:
+    """The live view, once it has seen some seconds."""
+    driver.find_element(By.ID, "show-live").click()
+    points = "return document.querySelector('.tile-line polyline')?.points.length ?? 0"
+    _wait(driver, lambda: driver.execute_script(points) > WATCHED_S)
+    _fit(driver, "live")
+
+
 # name -> theme, and what is done on the page
 SCENES: dict[str, tuple[str, Callable[[webdriver.Chrome], None]]] = {
     "light": ("light", thinking), "dark": ("dark", calling), "picture": ("light", seeing), "video": ("light", filming),
+    "live": ("light", watching),
 }  # fmt: skip
+PAGES = {"live": "observability"}  # whose pictures they are, where it is not the playground's
 
 
 def _example(driver: webdriver.Chrome, title: str) -> None:
@@ -165,6 +177,14 @@ def _ask(driver: webdriver.Chrome, text: str) -> None:
 def _answered(driver: webdriver.Chrome, number: int) -> None:
     ended = "return document.querySelectorAll('.answer:not(.streaming)').length"
     _wait(driver, lambda: driver.execute_script(ended) == number)
+
+
+def _fit(driver: webdriver.Chrome, view: str) -> None:
+    """Make the window as high as a view with all its content."""
+    over = f"const it = document.getElementById('{view}'); return it.scrollHeight - it.clientHeight"
+    height = SIZE[1] + int(driver.execute_script(over))
+    metrics = {"width": SIZE[0], "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 def _wait(driver: webdriver.Chrome, condition: Callable[[], bool]) -> None:
