@@ -24,7 +24,8 @@ HEAD = """\
 
 Every metric of bireme, written by `tools/make_metrics_page.py` from the table in `bireme/metrics.py`. Stubs and \
 engines publish on Triton's `/metrics` (port 8002), the frontend on its own port; `docker/` has Grafana dashboards \
-(serving, disaggregation, KV, routing) and alerts over them. What to watch while tuning: [tuning.md](tuning.md).
+and alerts over them: [observability.md](observability.md#alerts-and-dashboards). What to watch while \
+tuning: [tuning.md](tuning.md).
 
 The label `worker` is the Triton model's name (`decode`, `decode_1`, `generate`), of the frontend `frontend`. A \
 histogram is published as the series `_bucket`, `_sum` and `_count`; `histogram_quantile` works on them, though \

@@ -11,7 +11,6 @@ from tools.dashboards.panels import (
     KV_LIMITS,
     TOKENS_A_SECOND,
     Board,
-    Limits,
     Panel,
     Row,
     heatmap,
@@ -20,8 +19,9 @@ from tools.dashboards.panels import (
     part,
     percentiles,
     rare,
+    ready,
 )
-from tools.dashboards.queries import Choice, by, level, mean, quantile, rate
+from tools.dashboards.queries import Choice, by, mean, quantile, rate
 
 PREFILL, DECODE = by("worker", where='worker=~"prefill.*"'), by("worker", where='worker=~"decode.*"')
 ALL_PREFILL, ALL_DECODE = replace(PREFILL, by=()), replace(DECODE, by=())
@@ -40,8 +40,8 @@ NOW = Row(
     "Now",
     [
         [
-            number("Prefill ready", level("bireme_engine_up", ALL_PREFILL), limits=Limits(1, 0.5)),
-            number("Decode ready", level("bireme_engine_up", ALL_DECODE), limits=Limits(1, 0.5)),
+            ready("Prefill ready", "bireme_engine_up", choice=ALL_PREFILL),
+            ready("Decode ready", "bireme_engine_up", choice=ALL_DECODE),
             number("Prefill queue, p95", quantile(0.95, "bireme_queue_seconds", ALL_PREFILL), units.Seconds),
             number("Decode queue, p95", quantile(0.95, "bireme_queue_seconds", ALL_DECODE), units.Seconds),
             number("Transferred", rate("bireme_kv_transfer_bytes_total", IMPORTS), units.BytesPerSecondSI),

@@ -18,8 +18,10 @@ from tools.dashboards.queries import (
     amount,
     buckets,
     events,
+    level,
     quantile,
     share,
+    spent,
 )
 
 QUANTILES = (0.5, 0.95, 0.99)
@@ -109,6 +111,11 @@ def percentiles(
     return Panel(title, tuple(quantile(one, metric, choice) for one in QUANTILES), unit, limits=limits)
 
 
+def busy(title: str, metric: str, *, choice: Choice = EACH, note: str = "") -> Panel:
+    """The share of the time that a histogram's durations took."""
+    return Panel(title, (spent(metric, choice),), units.PercentUnit, "stacked", note=note)
+
+
 def heatmap(title: str, metric: str, unit: str = units.Seconds, *, choice: Choice = ALL) -> Panel:
     return Panel(title, (buckets(metric, choice),), unit, "heatmap")
 
@@ -116,6 +123,11 @@ def heatmap(title: str, metric: str, unit: str = units.Seconds, *, choice: Choic
 def number(title: str, query: Query, unit: str = units.Short, *, limits: Limits | None = None, note: str = "") -> Panel:
     """A figure over all chosen workers, with its course behind it."""
     return Panel(title, (query,), unit, "number", limits, note)
+
+
+def ready(title: str, metric: str, *, choice: Choice = ALL) -> Panel:
+    """How many of those that say 1 when they are ready do so; green is all of them."""
+    return number(title, level(metric, choice, "avg"), units.PercentUnit, limits=Limits(1, 0.5))
 
 
 def _named(metrics: Named, choice: Choice) -> list[tuple[str, Choice]]:

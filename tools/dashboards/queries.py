@@ -128,6 +128,12 @@ def mean(metric: str, choice: Choice = EACH) -> Query:
     return Query(f"{amounts} / ({counts} > 0)", choice.legend, (metric,))
 
 
+def spent(metric: str, choice: Choice = EACH) -> Query:
+    """What a histogram's observations add up to, a second; of durations: how much of the time they took."""
+    selector = _of_kind(metric, choice, "histogram")
+    return Query(choice.grouped("sum", f"rate({metric}_sum{selector}[{INTERVAL}])"), choice.legend, (metric,))
+
+
 def buckets(metric: str, choice: Choice = ALL) -> Query:
     """A histogram's buckets, for a heatmap."""
     return Query(_buckets(metric, choice), "{{le}}", (metric,), is_histogram=True)

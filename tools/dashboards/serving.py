@@ -10,11 +10,13 @@ from tools.dashboards.panels import (
     Board,
     Limits,
     Row,
+    busy,
     heatmap,
     lines,
     number,
     percentiles,
     rare,
+    ready,
 )
 from tools.dashboards.queries import ALL, CLIENTS, by, level, quantile, rate, rest, share
 
@@ -64,8 +66,8 @@ NOW = Row(
                 limits=KV_LIMITS,
             ),
             number("Streams", level("bireme_streams", ALL)),
-            number("Engines ready", level("bireme_engine_up", ALL), limits=Limits(1, 0.5)),
-            number("Frontends ready", level("bireme_frontend_ready", ALL), limits=Limits(1, 0.5)),
+            ready("Engines ready", "bireme_engine_up"),
+            ready("Frontends ready", "bireme_frontend_ready"),
         ],
     ],
 )
@@ -185,11 +187,11 @@ ENGINES = Row(
             percentiles("Gap between deliveries, in engines", "bireme_inter_token_latency_seconds", choice=OF_ENGINES),
         ],
         [
-            lines("Ready and asleep", {"bireme_engine_up": "ready", "bireme_engine_asleep": "asleep"}),
-            rare("Restarts", "bireme_engine_restarts_total", choice=by("worker", "cause")),
-            lines("Load time of this life", "bireme_engine_load_seconds", units.Seconds, combine="max"),
-        ],
-        [
+            busy(
+                "Time in steps",
+                "bireme_engine_step_seconds",
+                note="An engine near 100 % has no time left: more requests make steps longer, or wait.",
+            ),
             lines(
                 "Steps by what computed them",
                 "bireme_engine_steps_total",
@@ -201,11 +203,34 @@ ENGINES = Row(
                 "Preempted and rested",
                 {"bireme_preemptions_total": "preempted", "bireme_best_effort_rests_total": "rested"},
             ),
+        ],
+        [
+            lines("Ready and asleep", {"bireme_engine_up": "ready", "bireme_engine_asleep": "asleep"}),
+            rare("Restarts", "bireme_engine_restarts_total", choice=by("worker", "cause")),
+            lines("Load time of this life", "bireme_engine_load_seconds", units.Seconds, combine="max"),
             lines(
                 "Probes of the launch", "bireme_canaries_total", units.RequestsPerSecond, choice=by("worker", "outcome")
             ),
         ],
     ],
+)
+
+BY_KIND = by("worker", "kind")
+STEPS = Row(
+    "Step records",
+    [
+        [
+            busy("Time in steps by what they computed", "bireme_forward_pass_seconds", choice=BY_KIND),
+            percentiles("One step, by what it computed", "bireme_forward_pass_seconds", choice=BY_KIND),
+            percentiles("Tokens of a step", "bireme_forward_pass_tokens", units.Short, choice=BY_KIND),
+        ],
+        [
+            heatmap("One step", "bireme_forward_pass_seconds"),
+            heatmap("Tokens of a step, all engines", "bireme_forward_pass_tokens", units.Short),
+            rare("Records dropped before they were sent", "bireme_step_records_lost_total"),
+        ],
+    ],
+    is_rare=True,
 )
 
 WEIGHTS = Row(
@@ -280,5 +305,5 @@ BOARD = Board(
     "serving",
     "bireme: serving",
     "What clients get and how fast: traffic, latency, outcomes, queues, the frontend and the engines.",
-    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, WEIGHTS, MEDIA, TRTLLM),
+    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, STEPS, WEIGHTS, MEDIA, TRTLLM),
 )
