@@ -168,7 +168,10 @@ class Frontend:
         if not self._config.live_viewers:
             return {}
         source = LiveSource(models, self._page.totals)
-        self._live_feed = LiveFeed(source, self._member, self._config.live_viewers, lambda: readiness.is_draining)
+        self._live_feed = LiveFeed(
+            source, self._member, self._config.live_viewers,
+            lambda: readiness.is_draining or readiness.is_asked_to_drain,
+        )  # fmt: skip
         return {"/v1/live": {"GET": self._live_feed.get}}
 
     async def stop(self) -> None:

@@ -43,11 +43,16 @@ class Readiness:
         self._lock = asyncio.Lock()
         self.is_draining = False
 
+    @property
+    def is_asked_to_drain(self) -> bool:
+        """By the launch's operator; this process goes on meanwhile."""
+        return self._run_dir is not None and run_folder.is_draining(self._run_dir)
+
     async def report(self) -> tuple[bool, dict[str, Any]]:
         """Return whether it answers; status (ready, degraded, not_ready, draining, stopping) and details by model."""
         if self.is_draining:
             return False, {"status": "stopping"}
-        if self._run_dir is not None and run_folder.is_draining(self._run_dir):
+        if self.is_asked_to_drain:
             return False, {"status": DRAINING}
         async with self._lock:
             if time.monotonic() - self._asked_at > _KEPT_S:

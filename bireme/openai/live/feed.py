@@ -80,6 +80,7 @@ class LiveFeed:
         if self._task is not None:
             self._task.cancel()
             self._task, self._number, self._event = None, 0, b""
+        self._is_over = False  # a drain can be undone
 
     async def _show(self, call: Call) -> None:
         seen = 0
