@@ -6,6 +6,7 @@ from grafana_foundation_sdk.models import units
 
 from tools.dashboards.panels import (
     BLOCKS_A_SECOND,
+    EACH_ENGINE_S_OWN,
     KV_LIMITS,
     TOKENS_A_SECOND,
     Board,
@@ -34,6 +35,7 @@ NOW = Row(
                 "Prompt tokens from reuse",
                 share("bireme_cached_prompt_tokens_total", "bireme_prompt_tokens_total", ALL),
                 units.PercentUnit,
+                note=EACH_ENGINE_S_OWN,
             ),
             number("Blocks kept for reuse", level("bireme_kv_blocks_cached", ALL)),
             number("Waiting requests", level("bireme_requests_waiting", ALL)),

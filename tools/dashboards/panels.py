@@ -27,6 +27,7 @@ from tools.dashboards.queries import (
 QUANTILES = (0.5, 0.95, 0.99)
 TOKENS_A_SECOND = "si:tok/s"
 BLOCKS_A_SECOND = "si:blk/s"
+EACH_ENGINE_S_OWN = "Over the prompts of each engine: one that prefill computes is decode's, too."
 IN_THE_INTERVAL = "Counted over the interval of a rate, the first event of a series included."
 
 Shape = Literal["lines", "stacked", "parts of all", "steps", "heatmap", "number"]

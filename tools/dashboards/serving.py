@@ -5,6 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.models import units
 
 from tools.dashboards.panels import (
+    EACH_ENGINE_S_OWN,
     KV_LIMITS,
     TOKENS_A_SECOND,
     Board,
@@ -54,6 +55,7 @@ NOW = Row(
                 "Prompt tokens from reuse",
                 share("bireme_cached_prompt_tokens_total", "bireme_prompt_tokens_total", ALL),
                 units.PercentUnit,
+                note=EACH_ENGINE_S_OWN,
             ),
         ],
         [
