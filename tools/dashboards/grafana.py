@@ -16,7 +16,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard, heatmap, prometheus
 
 from tools.dashboards.panels import Board, Limits, Panel, Row
-from tools.dashboards.queries import OF_ALL, Query
+from tools.dashboards.queries import OF_ALL, OF_MODEL, Query
 
 SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 PROVISIONED = dashboard.VariableOption(text="Prometheus", value="prometheus")  # provisioning/datasources names it so
@@ -28,6 +28,7 @@ HEIGHT = 8
 BLUE, GREEN, YELLOW, RED = "blue", "green", "yellow", "red"
 RESTARTS = "bireme_engine_restarts_total"
 
+Variable = dashboard_builder.DatasourceVariable | dashboard_builder.QueryVariable
 Graph = timeseries_builder.Panel | heatmap_builder.Panel | stat_builder.Panel
 
 
@@ -57,7 +58,7 @@ def dashboard_of(board: Board) -> dashboard.Dashboard:
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .link(_links_to_the_others())
     )
-    for variable in (_source_variable(), *map(_label_variable, ("instance", "worker"), ("Server", "Worker"))):
+    for variable in _variables(board):
         builder = builder.with_variable(variable)
     layout = _Layout(builder)
     for row in board.rows:
@@ -213,8 +214,13 @@ def _links_to_the_others() -> dashboard_builder.DashboardLink:
     )
 
 
-def _source_variable() -> dashboard_builder.DatasourceVariable:
-    return dashboard_builder.DatasourceVariable("datasource").label("Source").type("prometheus").current(PROVISIONED)
+def _variables(board: Board) -> Iterator[Variable]:
+    yield dashboard_builder.DatasourceVariable("datasource").label("Source").type("prometheus").current(PROVISIONED)
+    yield _label_variable("instance", "Server")
+    yield _label_variable("worker", "Worker")
+    panels = [panel for row in board.rows for line in row.lines for panel in line]
+    if any(OF_MODEL in query.expression for panel in panels for query in panel.queries):
+        yield _label_variable("model", "Model")
 
 
 def _label_variable(name: str, label: str) -> dashboard_builder.QueryVariable:

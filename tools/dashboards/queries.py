@@ -1,7 +1,7 @@
 """PromQL over the metrics of bireme/metrics.py: the table says what a metric is, and with that how it is read.
 
-Every query takes the dashboard's instance and worker. None returns NaN where nothing happens: what would be divided by
-zero is left out, and Grafana shows "No data".
+Every query takes the dashboard's instance and worker, and its model where the metric has that label. None returns NaN
+where nothing happens: what would be divided by zero is left out, and Grafana shows "No data".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from bireme.metrics import TABLE, Kind
 
 INTERVAL = "$__rate_interval"
-OF_ALL = 'instance=~"$instance", worker=~"$worker"'
+OF_ALL, OF_MODEL = 'instance=~"$instance", worker=~"$worker"', 'model=~"$model"'
 
 # A request counts where its client asked, at the frontend or a pipeline, and in each engine that worked for it. Engines
 # alone have this gauge.
@@ -56,7 +56,8 @@ class Choice:
             raise ValueError(
                 f"{metric} has no label {', '.join(sorted(unknown))}, only {', '.join(TABLE[metric].labels)}"
             )
-        return "{" + ", ".join(filter(None, (OF_ALL, self.where))) + "}"
+        of_model = OF_MODEL if "model" in TABLE[metric].labels else ""
+        return "{" + ", ".join(filter(None, (OF_ALL, of_model, self.where))) + "}"
 
     def grouped(self, combine: Combine, inner: str, *more: str) -> str:
         labels = ", ".join((*more, *self.by))
