@@ -493,6 +493,21 @@ class GrpcTlsConfig(Settings, frozen=True, kw_only=True):
     server_name: str = ""  # that certificates of servers are for; "": the host by which they are reached
 
 
+class TracesConfig(Settings, frozen=True, kw_only=True):
+    """Spans of requests, as OTLP. OTEL_EXPORT_ENABLED, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and OTEL_SERVICE_NAME win."""
+
+    endpoint: str = ""  # of a collector: http://host:4317 is gRPC, http://host:4318/v1/traces HTTP; "": no traces
+    # of requests whose caller sends no traceparent; those of others are sampled as it says
+    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    service_name: str = "bireme"
+
+
+class ObservabilityConfig(Settings, frozen=True, kw_only=True):
+    """What entries (frontend, stubs of pipelines) tell of each request beside metrics."""
+
+    traces: TracesConfig = TracesConfig()
+
+
 class Recipe(Settings, frozen=True, kw_only=True):
     model: str
     tokenizer: str = ""  # "": the model's
@@ -516,6 +531,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     chat: ChatConfig = ChatConfig()
     frontend: FrontendConfig = FrontendConfig()
     video: VideoConfig = VideoConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     name: str = ""  # the folder's; not in the YAML
     folder: str = ""
 

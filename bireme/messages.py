@@ -24,7 +24,7 @@ import msgspec
 from bireme import best_effort
 from bireme.serving_options import NO_OPTIONS, ServingOptions
 
-VERSION = 2  # of the forms below, compared by both ends of each connection; 2: options in a struct
+VERSION = 3  # of the forms below, compared by both ends of each connection; 3: traceparent, spans
 STUB = 0
 CONTROL = 0xFFFFFFFF
 
@@ -111,6 +111,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     multimodal: bytes | None = None  # multimodal/wire.py: JSON
     dp_rank: int | None = None  # attention data parallelism: the rank that must take it; None: the engine chooses
     was_in_stall: bool = False  # its engine stalled, perhaps for its sake: it begins alone (engines/child/trials.py)
+    traceparent: str = ""  # W3C's, of the span that it works for: its finish has the engine's spans; "": nobody traces
+    tracestate: str = ""  # the caller's, passed on
 
     @property
     def is_best_effort(self) -> bool:
@@ -159,6 +161,15 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     decode_worker: str = ""
 
 
+class EngineSpan(msgspec.Struct, array_like=True, frozen=True):
+    """A part of what an engine did for a request (request_trace.py); times are microseconds since 1970."""
+
+    name: str
+    start_us: int
+    end_us: int
+    attributes: dict[str, str | float | bool] = {}
+
+
 class Finish(msgspec.Struct, array_like=True, gc=False):
     """The end of one request; always exactly one a request."""
 
@@ -169,6 +180,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     disaggregated_params: bytes | None = None  # signed; context_only
     # of an Encode: its answer, multimodal/wire.py; of an Embed: its embeddings, float32 little endian, one a text
     encoded: bytes | None = None
+    spans: list[EngineSpan] | None = None  # of a request with a traceparent
 
 
 class Sink(Protocol):
@@ -362,6 +374,7 @@ decode_embed = msgspec.msgpack.Decoder(Embed).decode
 decode_step = msgspec.msgpack.Decoder(Step).decode
 decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
 decode_control = msgspec.msgpack.Decoder(Hello | Pong).decode
+decode_spans = msgspec.msgpack.Decoder(list[EngineSpan]).decode
 
 
 def frame(consumer: int, payload: bytes | memoryview) -> bytes:

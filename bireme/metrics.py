@@ -90,6 +90,7 @@ TABLE: dict[str, MetricSpec] = {
             "The launch's own probes ended, by outcome; they count nowhere as requests, tokens or latencies.",
             "outcome",
         ),
+        _counter("bireme_traceparents_ignored_total", "Requests with a malformed traceparent: a trace begins here."),
         _histogram("bireme_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS),
         _histogram("bireme_inter_token_latency_seconds", "Gap between two deliveries of a stream.", _SECONDS),
         _histogram("bireme_request_seconds", "From arrival to end.", _SECONDS),

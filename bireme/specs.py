@@ -101,6 +101,7 @@ PREFILL = ModelSpec(
         _out("prompt_log_probs", "BYTES"),
         _out("usage", "BYTES"),
         _out("embedding_handles", "BYTES"),  # of an encode, where this worker has the vision tower
+        _out("spans", "BYTES"),  # msgpack of messages.EngineSpan, for a pipeline that traces its request
         _STATE,
     ),
 )

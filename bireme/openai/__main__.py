@@ -27,6 +27,7 @@ from bireme.errors import ConfigError
 from bireme.launch.processes import started_at
 from bireme.launch.run_folder import FILES, RESPONSES
 from bireme.metrics import Registry
+from bireme.observability.entry import open_traces
 from bireme.openai.app import Frontend
 from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.connection import Connection
@@ -152,7 +153,7 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     followed += [tls.followed] if tls else []
     followed += [_live_settings(run_dir)] if run_dir else []
     frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files, followed, embedders,
-                        options.host, run_dir)  # fmt: skip
+                        options.host, run_dir, open_traces(recipes[0], metrics))  # fmt: skip
     return _Server(_uvicorn_config(frontend, options, config, tls), frontend, options.member)
 
 

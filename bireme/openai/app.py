@@ -21,8 +21,10 @@ from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metrics import MetricDelta, Registry
+from bireme.observability.traces import Traces
 from bireme.openai.batch.line_gate import Endpoint
 from bireme.openai.batch.routes import FileRoutes
+from bireme.openai.call_traces import TRACED_PATHS, CallTraces, note_failure
 from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.browser_guard import BrowserGuard
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Handler, Post, Receive, Scope, Send
@@ -72,10 +74,11 @@ class Frontend:
         member: Member | None = None, videos: VideoModels | None = None, responses_folder: Path | None = None,
         files_folder: Path | None = None, followed: Sequence[FollowedFiles] = (),
         embedders: EmbeddingModels | None = None, bound_to: str = "127.0.0.1", run_dir: Path | None = None,
+        traces: Traces | None = None,
     ) -> None:  # fmt: skip
         """`member`: other processes serve the same port. The folders are of kept responses, and of files and batches;
         None: they go with this process. `followed`: looked at while it serves. `bound_to`: what the port listens on.
-        `run_dir`: of the launch; None: out of reach.
+        `run_dir`: of the launch; None: out of reach. `traces`: None: nobody reads any.
         """
         self._videos = videos or VideoModels()
         self._embedders = embedders or EmbeddingModels()
@@ -84,6 +87,7 @@ class Frontend:
             kind.know_others({one.name: other.kind for other in self._kinds if other is not kind for one in other})
         self._models, self._metrics, self._keys = models, metrics, keys
         self._member, self._run_dir = member, run_dir
+        self._traces = CallTraces(traces) if traces is not None else None
         self._teller: asyncio.AbstractServer | None = None
         self._config = config or FrontendConfig()
         self._video_routes = VideoRoutes(self._videos, metrics, self._config.comment_interval_s)
@@ -186,6 +190,8 @@ class Frontend:
         if self._files is not None:
             await self._files.stop()
         await asyncio.gather(*(model.close() for model in (*self._models, *self._embedders)))
+        if self._traces is not None:
+            await self._traces.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -218,6 +224,8 @@ class Frontend:
         finally:
             self._num_active -= 1
             self._count(call)
+            if self._traces is not None and call.trace is not None:
+                self._traces.end(call)
 
     async def _answer(self, call: Call) -> None:
         """Raises ClientGoneError, and what came too late to be told."""
@@ -249,6 +257,8 @@ class Frontend:
         if handler is None:
             allowed = ", ".join(methods).encode()
             raise HttpError(405, f"{call.method[:16]}: send {allowed.decode()}", headers=((b"allow", allowed),))
+        if self._traces is not None and call.method == "POST" and call.path in TRACED_PATHS:
+            self._traces.begin(call)
         await handler(call)
 
     def _methods(self, path: str) -> dict[str, Handler]:
@@ -271,6 +281,8 @@ class Frontend:
         if is_internal(error):
             details = None if isinstance(error, BiremeError) else error
             logger.error("request_failed request_id=%s error=%s", call.request_id.decode(), error, exc_info=details)
+        if call.trace is not None:
+            note_failure(call.trace, error)
         if call.status:
             return False
         reply = call.error_reply(error)

@@ -7,6 +7,7 @@ slow reader gets neighboring pieces of text as one chunk.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from bireme.canary_mark import is_canary
 from bireme.errors import BiremeError, RequestError
+from bireme.observability.traces import begin_trace
 from bireme.pipelines.chat_answer import ResponseMeta, WholeAnswer, token_ids
 from bireme.pipelines.chat_request import ChatRequest, parse_chat
 from bireme.pipelines.chat_service import ChatService
@@ -24,6 +26,7 @@ from bireme.pipelines.sequence import SequenceRunner
 from bireme.pipelines.side_by_side import count_request
 from bireme.pipelines.text import cancel_with
 from bireme.request import read_tensors
+from bireme.request_trace import RequestTrace
 from bireme.specs import CHAT, ModelSpec
 from bireme.text.output import TokenDelta
 from bireme.text.tokenizer import TextTokenizer
@@ -55,6 +58,8 @@ class Chat:
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
         assert self._service is not None
         arrived_at, is_probe, services = time.monotonic(), False, self._service.services
+        traces = services.traces
+        trace = None if traces is None else begin_trace(traces, self.spec.name, inputs, arrived_at)
         try:
             with services.admitted():
                 request = self._parse(inputs)
@@ -63,13 +68,17 @@ class Chat:
                 if request.options.routing.query_only:
                     send(JsonResponse(await self._service.placement(request, arrived_at), is_last=True))
                     return
-                sequences = await self._serve(self._service, request, send, arrived_at)
+                sequences = await self._serve(self._service, request, send, arrived_at, trace)
         except asyncio.CancelledError:
             count_request(services.metrics, "CANCELLED", arrived_at, is_probe)
             raise
         except BiremeError as error:
             count_request(services.metrics, error.code, arrived_at, is_probe)
             raise
+        finally:
+            if traces is not None and trace is not None:
+                trace.is_canary = is_probe
+                traces.end(trace, sys.exception())
         count_request(services.metrics, sequences[0].finish_reason, arrived_at, is_probe)
 
     def _parse(self, inputs: Tensors) -> ChatRequest:
@@ -83,7 +92,12 @@ class Chat:
         return request
 
     async def _serve(
-        self, service: ChatService, request: ChatRequest, send: Send, arrived_at: float
+        self,
+        service: ChatService,
+        request: ChatRequest,
+        send: Send,
+        arrived_at: float,
+        trace: RequestTrace | None,
     ) -> list[SequenceRunner]:
         n, names = request.sampling.params.n, service.services.recipe.chat.reasoning_names
         heading = ResponseMeta.of(request.model, service_tier=request.service_tier, reasoning_names=names)
@@ -92,9 +106,9 @@ class Chat:
             template = ChunkTemplate(heading, n, request.include_usage)
             sink = _Sink(template, send)
             answer = streamed_answer(ids, template, sink, n, request.include_usage, request.return_timing, nvext)
-            return await service.run(request, answer, arrived_at, ids=ids)
+            return await service.run(request, answer, arrived_at, ids=ids, trace=trace)
         whole = WholeAnswer(heading, n, request.return_timing, nvext, ids)
-        sequences = await service.run(request, whole, arrived_at, ids=ids)
+        sequences = await service.run(request, whole, arrived_at, ids=ids, trace=trace)
         send(JsonResponse(whole.json(), is_last=True))
         return sequences
 

@@ -26,6 +26,7 @@ from bireme.pipelines.services import Services
 from bireme.pipelines.side_by_side import Output, run_sequences
 from bireme.pipelines.token_logprobs import TokenTexts
 from bireme.request import check_prompt_tokens
+from bireme.request_trace import RequestTrace
 from bireme.sampling import expand
 from bireme.text.parsers import create_parser, reasoning_format, tool_format
 from bireme.text.parsers.base import Parser, ParserRequest
@@ -55,11 +56,12 @@ class ChatService:
 
     async def run(
         self, request: ChatRequest, answer: ChatOutput, arrived_at: float, on_prompt: OnPrompt = _ignore,
-        ids: TokenIds | None = None,
+        ids: TokenIds | None = None, trace: RequestTrace | None = None,
     ) -> list[SequenceRunner]:  # fmt: skip
         """Return when the answer is complete. Raises the error that ended it otherwise. `ids`: if they are told."""
-        async with self._prepared(request, arrived_at) as (prompt, pictures):
-            return await self._generate(request, prompt, pictures, answer, arrived_at, on_prompt, ids)
+        async with self._prepared(request, arrived_at, trace) as (prompt, pictures):
+            on_prompt(len(prompt.ids))
+            return await self._generate(request, prompt, pictures, answer, arrived_at, ids, trace)
 
     async def placement(self, request: ChatRequest, arrived_at: float, on_prompt: OnPrompt = _ignore) -> bytes:
         """Return where the request would run now, as JSON; nothing but its pictures is computed."""
@@ -75,22 +77,32 @@ class ChatService:
 
     @contextlib.asynccontextmanager
     async def _prepared(
-        self, request: ChatRequest, arrived_at: float
+        self, request: ChatRequest, arrived_at: float, trace: RequestTrace | None = None
     ) -> AsyncIterator[tuple[EncodedPrompt, RequestPictures | None]]:
         """Render, encode and fetch; the pictures are closed at the end."""
         if request.functions and self._tools is None:
             name = self.services.recipe.name
             raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
-        prompt = await self.prompts.chat(request.messages, request.tools, request.variables, request.options.cache_salt)
+        prompt = await self._encoded(request) if trace is None else await self._encoded_told(request, trace)
         pictures = self._pictures(request, arrived_at)
         try:
             if pictures is not None:
-                prompt = replace(prompt, ids=await pictures.expand(prompt.ids, request.sampling.params.n))
+                with contextlib.nullcontext() if trace is None else trace.span("pictures"):
+                    prompt = replace(prompt, ids=await pictures.expand(prompt.ids, request.sampling.params.n))
                 check_prompt_tokens(len(prompt.ids), self.services.recipe.limits)  # again: with room for each picture
             yield prompt, pictures
         finally:
             if pictures is not None:
                 pictures.close()
+
+    async def _encoded(self, request: ChatRequest) -> EncodedPrompt:
+        return await self.prompts.chat(request.messages, request.tools, request.variables, request.options.cache_salt)
+
+    async def _encoded_told(self, request: ChatRequest, trace: RequestTrace) -> EncodedPrompt:
+        with trace.span("tokenize") as span:
+            prompt = await self._encoded(request)
+            span.attributes["tokens"] = len(prompt.ids)
+            return prompt
 
     async def _generate(
         self,
@@ -99,13 +111,12 @@ class ChatService:
         pictures: RequestPictures | None,
         answer: ChatOutput,
         arrived_at: float,
-        on_prompt: OnPrompt,
         ids: TokenIds | None,
+        trace: RequestTrace | None,
     ) -> list[SequenceRunner]:
-        on_prompt(len(prompt.ids))
         parsing = ParserRequest(request.functions, prompt.end)
         sequence_requests = self._sequence_requests(
-            request, prompt, self._params(request, parsing), pictures, arrived_at
+            request, prompt, self._params(request, parsing), pictures, arrived_at, trace
         )
         choices = [self._choice(index, request, parsing, answer) for index in range(len(sequence_requests))]
         outputs: list[Output] = [choice.add for choice in choices]
@@ -154,11 +165,17 @@ class ChatService:
         params: SamplingParams,
         pictures: RequestPictures | None,
         arrived_at: float,
+        trace: RequestTrace | None = None,
     ) -> list[SequenceRequest]:
         deadline = self.services.deadline(arrived_at)
         return [
             SequenceRequest(
-                prompt=prompt.ids, sampling=single, options=request.options, deadline=deadline, pictures=pictures
+                prompt=prompt.ids,
+                sampling=single,
+                options=request.options,
+                deadline=deadline,
+                pictures=pictures,
+                trace=trace,
             )
             for single in expand(params)
         ]

@@ -15,6 +15,7 @@ from bireme.messages import EmbedRequest
 from bireme.metrics import Registry
 from bireme.pipelines.services import Services
 from bireme.request import Ids
+from bireme.request_trace import RequestTrace
 from bireme.text.embedding_encoder import EmbeddingEncoder, NameOf
 from bireme.text.tokenizer import TextTokenizer
 from bireme.types import Floats
@@ -40,15 +41,19 @@ class EmbeddingService:
         capacity = self._services.capacity(STAGE)
         return await self._encoder.encode(texts, prompt_name, capacity.max_seq_len if capacity else None, name_of)
 
-    async def embed(self, texts: Sequence[Ids], dimensions: int = 0, canary: str = "") -> Floats:
+    async def embed(
+        self, texts: Sequence[Ids], dimensions: int = 0, canary: str = "", trace: RequestTrace | None = None
+    ) -> Floats:
         """Return (texts, dimensions). `canary`: the launch's mark, if it asks. Raises errors of errors.py."""
         capacity = self._services.capacity(STAGE)
         size = dimensions or (capacity.embedding_size if capacity else _USUAL_SIZE)
         count = max(1, _PART_BYTES // (4 * size))
         parts = [texts[at : at + count] for at in range(0, len(texts), count)]
-        return np.concatenate(await all_results(self._embed_part(part, dimensions, canary) for part in parts))
+        return np.concatenate(await all_results(self._embed_part(part, dimensions, canary, trace) for part in parts))
 
-    async def _embed_part(self, texts: Sequence[Ids], dimensions: int, canary: str) -> Floats:
+    async def _embed_part(
+        self, texts: Sequence[Ids], dimensions: int, canary: str, trace: RequestTrace | None
+    ) -> Floats:
         """Ask the worker with the fewest tokens under way, of equals in turn; another one when that is down."""
         request = EmbedRequest(
             prompts=tuple(text.tobytes() for text in texts),
@@ -63,7 +68,10 @@ class EmbeddingService:
             self._num_tokens[worker] += num_tokens
             self._num_asked[worker] += 1
             try:
-                return await self._ask(worker, request)
+                if trace is None:
+                    return await self._ask(worker, request)
+                with trace.span("embed", worker=worker, texts=len(texts), tokens=num_tokens):
+                    return await self._ask(worker, request)
             except UnavailableError as error:
                 if isinstance(error, EngineStalledError) and isinstance(failure, EngineStalledError):
                     raise  # a second one, so it may be for its sake: no third engine gets it

@@ -6,6 +6,7 @@ from bireme.discovery import run_folder
 from bireme.discovery.records import own_address
 from bireme.discovery.view import discover
 from bireme.errors import UnavailableError
+from bireme.observability.entry import open_traces
 from bireme.pipelines.routing import make_router
 from bireme.pipelines.services import Services
 from bireme.sampling import check_defaults
@@ -24,17 +25,18 @@ def make_services(
 
     Raises ConfigError for a recipe or model folder that can't be served, UnavailableError outside of a server.
     """
-    recipe = context.recipe
+    recipe, metrics = context.recipe, context.metrics
     check_defaults(recipe)
+    traces = open_traces(recipe, metrics)
     tokenizer = tokenizer or recipe_tokenizer(recipe)
     tokenizer.detokenizer()  # tabulates the vocabulary now
     if workers is None:
         if context.call_async is None:
             raise UnavailableError(f"{context.model_name}: no way to call other models")
         tls, stall_timeout_s = GrpcTls.of(recipe), recipe.pipeline.stall_timeout_s
-        workers = Workers(GrpcChannel(tls=tls), stall_timeout_s, context.metrics, context.call_async, tls)
+        workers = Workers(GrpcChannel(tls=tls), stall_timeout_s, metrics, context.call_async, tls)
         folder = run_folder.locate()
-        services = Services(recipe, workers, make_router(recipe, context.metrics, folder), context.metrics)
-        services.follow(discover(recipe, own_address(), folder, context.metrics))
+        services = Services(recipe, workers, make_router(recipe, metrics, folder), metrics, traces=traces)
+        services.follow(discover(recipe, own_address(), folder, metrics))
         return services, tokenizer
-    return Services(recipe, workers, make_router(recipe, context.metrics), context.metrics), tokenizer
+    return Services(recipe, workers, make_router(recipe, metrics), metrics, traces=traces), tokenizer

@@ -45,11 +45,13 @@ from bireme.errors import (
     drop_frames,
     from_message,
 )
-from bireme.kv.routing.placement import Placement, RoutingRequest
+from bireme.kv.routing.placement import Candidate, Placement, RoutingRequest
 from bireme.messages import EngineRequest, Finish, Logprobs, SamplingParams, Usage
 from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
+from bireme.pipelines.sequence_spans import SequenceSpans
 from bireme.pipelines.services import Services
 from bireme.request import Ids
+from bireme.request_trace import RequestTrace, TracedSequence
 from bireme.serving_options import NO_OPTIONS, ServingOptions
 from bireme.text.detokenizer import Detokenizer
 from bireme.text.output import TextStream, TokenDelta
@@ -72,6 +74,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     options: ServingOptions = NO_OPTIONS
     deadline: float = 0.0  # time.monotonic(); 0: none
     pictures: RequestPictures | None = None  # of a prompt that has room for them
+    trace: RequestTrace | None = None  # None: nobody traces it
 
     def routing_request(self, is_resumed: bool = False, has_transfer: bool = True) -> RoutingRequest:
         return RoutingRequest(
@@ -108,6 +111,10 @@ class SequenceRunner:
         self._services, self._request = services, request
         self.metrics = services.metrics_of(request.options.cache_salt)
         self._stream = TextStream(detokenizer, request.sampling, send, self._settle, self.abort, index)
+        self._spans: SequenceSpans | None = None
+        if request.trace is not None:
+            told = TracedSequence(index or 0, request.prompt, request.options)
+            self._spans = SequenceSpans(request.trace, told)
         self.push = self._push_first
         self.first_token_at = 0.0
         self.migrations = 0
@@ -136,6 +143,9 @@ class SequenceRunner:
     def _push_first(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
         self.first_token_at = time.monotonic()
         self.push = self._stream.push
+        if self._spans is not None:
+            self._spans.first_token(self.first_token_at)
+            self.push = self._usual_push()
         self._note_prefilled()
         mine, self._prompt_logprobs = self._prompt_logprobs, None
         self.push(tokens, logprobs, mine if prompt_logprobs is None else prompt_logprobs)
@@ -143,9 +153,19 @@ class SequenceRunner:
     def _push_again(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
         """Take the first tokens after a loss; the bus knows only the gaps within an attempt."""
         self.metrics.observe("bireme_inter_token_latency_seconds", time.monotonic() - self._lost_at)
-        self.push = self._stream.push
+        self.push = self._usual_push()
         self._note_prefilled()
         self.push(tokens, logprobs, prompt_logprobs)
+
+    def _usual_push(self) -> Push:
+        """Return what takes tokens between the first and a loss."""
+        is_noted = self._spans is not None and self._spans.keeps_token_times
+        return self._push_noted if is_noted else self._stream.push
+
+    def _push_noted(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
+        assert self._spans is not None
+        self._spans.note_tokens(len(tokens))
+        self._stream.push(tokens, logprobs, prompt_logprobs)
 
     def _note_prefilled(self) -> None:
         if self._placement is not None and self._placement.prefill is None:
@@ -155,7 +175,12 @@ class SequenceRunner:
         if self._ended is not None and not self._ended.done():  # else it was given up before
             if self._prompt_logprobs is not None and finish.reason in ("stop", "length"):  # ended without a token
                 self.push((), None, None)
-            self._stream.finish(self._whole(finish))
+            whole = self._whole(finish)
+            if self._spans is not None:
+                self._spans.decoded(finish)
+            self._stream.finish(whole)
+            if self._spans is not None and self._stream.finish_reason:
+                self._spans.ended(whole, self._stream.finish_reason)
 
     def _settle(self, finish: Finish) -> None:
         if self._ended is not None and not self._ended.done():
@@ -175,8 +200,11 @@ class SequenceRunner:
         """
         try:
             while True:
-                request, placement = self._engine_request(), None
+                placement = None
                 try:
+                    if self._spans is not None:
+                        self._spans.begin_attempt()
+                    request = self._engine_request()
                     placement = self._placement = self._place()
                     await self._attempt(request, placement)
                     return
@@ -184,11 +212,15 @@ class SequenceRunner:
                     if placement is not None and self._has_all_tokens(placement.decode):  # only its end was lost
                         self._stream.finish(self._whole(Finish("length", Usage())))
                         return
+                    if self._spans is not None:
+                        self._spans.note_error(error)
                     pause_s = self._plan_retry(error)
                     drop_frames(error)
                 finally:
                     if placement is not None:
                         self._services.router.finished(placement)
+                    if self._spans is not None:
+                        self._spans.end_attempt()
                 if pause_s:
                     await asyncio.sleep(pause_s)
         finally:
@@ -262,9 +294,11 @@ class SequenceRunner:
 
     def _place(self) -> Placement:
         """Have the router choose. Raises what it refuses."""
-        metrics = self.metrics
+        metrics, request = self.metrics, self._request.routing_request(bool(self.tokens), self._has_kv)
         try:
-            placement = self._services.router.place(self._request.routing_request(bool(self.tokens), self._has_kv))
+            placement = (
+                self._services.router.place(request) if self._spans is None else self._place_told(request, self._spans)
+            )
         except ResourceExhaustedError as error:
             metrics.add("bireme_routing_decisions_total", 1, "refused")
             self._services.note_fault("busy", "", error)
@@ -279,6 +313,16 @@ class SequenceRunner:
             self._lease = None
         return placement
 
+    def _place_told(self, request: RoutingRequest, spans: SequenceSpans) -> Placement:
+        route, candidates = spans.begin_route(), list[Candidate]()
+        try:
+            placement = self._services.router.place(request, seen=candidates)
+        except BiremeError as error:
+            spans.refused(route, error)
+            raise
+        spans.routed(route, placement, candidates)
+        return placement
+
     async def _prefilled(self, request: EngineRequest, placement: Placement, worker: str) -> EngineRequest:
         """Have prefill compute the prompt, unless it has; return the request for decode, which takes over.
 
@@ -286,7 +330,10 @@ class SequenceRunner:
         """
         lease, router, sampling = self._lease, self._services.router, request.sampling
         if lease is None:
-            lease = self._lease = _Lease(self._services, worker, _on_rank(request, placement.prefill_dp_rank))
+            asked = _on_rank(request, placement.prefill_dp_rank)
+            if self._spans is not None:
+                asked = self._spans.begin_call("prefill", worker, asked)
+            lease = self._lease = _Lease(self._services, worker, asked)
             try:
                 await _within(asyncio.shield(lease.call), self._request.deadline)
             except UnavailableError as error:
@@ -295,6 +342,8 @@ class SequenceRunner:
                 raise
             router.note_up(worker)
         result, lease.state = lease.call.result(), _KvState.OFFERED
+        if self._spans is not None:
+            self._spans.prefilled(result.spans)
         router.prefilled(placement)
         self._prefill = (lease.worker, result.usage)
         if sampling.prompt_logprobs is not None:
@@ -334,6 +383,8 @@ class SequenceRunner:
         """Generate on one worker. Returns the error of its finish."""
         began_at = time.monotonic()
         num_tokens = len(self.tokens)
+        if self._spans is not None:
+            request = self._spans.begin_call("decode", worker, request)
         self._ended = asyncio.get_running_loop().create_future()
         generation = self._generation = self._services.workers.decode(worker, request, self)
         try:

@@ -21,6 +21,7 @@ from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.routing.router import WorkerRouter
 from bireme.messages import Capacity
 from bireme.metrics import Registry
+from bireme.observability.traces import Traces
 from bireme.pipelines.faults import FaultKind, FaultLog
 from bireme.pipelines.routing import recipe_workers
 from bireme.workers.base import WorkerClient
@@ -40,6 +41,7 @@ class Services:
     members: Mapping[str, WorkerRecord] = field(default_factory=dict)  # by worker id, those that drain among them
     discovery: WorkerView | None = None
     faults: FaultLog | None = None  # None: nobody asks for them
+    traces: Traces | None = None  # of requests that begin here; None: nobody reads any
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _unread: Registry = field(default_factory=Registry)  # of canaries, which are no load
 
@@ -124,6 +126,8 @@ class Services:
             await asyncio.wait(list(self._background), timeout=1.0)
         self.router.close()
         await self.workers.close()
+        if self.traces is not None:
+            await self.traces.close()
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

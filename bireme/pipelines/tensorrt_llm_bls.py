@@ -20,6 +20,7 @@ from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.side_by_side import run_sequences
 from bireme.pipelines.text import TextPipeline
 from bireme.request import GenerateRequest, parse_generate, read_tensors
+from bireme.request_trace import RequestTrace
 from bireme.specs import GENERATE, TENSORRT_LLM_BLS, ModelSpec
 from bireme.text.output import TokenDelta
 from bireme.types import Array, Inputs, Response, Send, Tensors, info_of
@@ -53,12 +54,14 @@ class TensorrtLlmBls(TextPipeline):
         info, recipe = info_of(inputs), self._services.recipe
         return [parse_generate(Inputs(row, info), GENERATE, recipe) for row in rows_of(inputs, self.spec)]
 
-    async def _serve(self, requests: list[GenerateRequest], send: Send, arrived_at: float) -> list[SequenceRunner]:
+    async def _serve(
+        self, requests: list[GenerateRequest], send: Send, arrived_at: float, trace: RequestTrace | None
+    ) -> list[SequenceRunner]:
         sequence_requests: list[SequenceRequest] = []
         answers: list[_BlsAnswer] = []
         for row, request in enumerate(requests):
-            prompt = await self._tokenize(request)
-            of_row = self._sequence_requests(request, prompt, arrived_at)
+            prompt = await self._tokenize(request, trace)
+            of_row = self._sequence_requests(request, prompt, arrived_at, trace)
             places = [_Place(row, sequence, len(prompt), request.extras) for sequence in range(len(of_row))]
             echoed = (request.text or "") if request.echo else ""
             answers += [_BlsAnswer(send, place, request.stream, echoed) for place in places]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from bireme.config import Recipe
 from bireme.errors import BiremeError, EngineLostError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.metrics import Registry
 from bireme.pipelines.video_request import VideoRequest, tensors_of
+from bireme.request_trace import RequestTrace
 from bireme.types import Array, Tensors
 from bireme.video.files import FileStore, StoredFile
 from bireme.video.rules import RequestedVideo
@@ -83,14 +85,14 @@ class VideoService:
         self.recipe, self.workers, self._metrics = recipe, workers, metrics
         self._active = dict.fromkeys(recipe.replicas("video_diffusion"), 0)
 
-    async def run(self, ask: RequestedVideo, on_progress: OnProgress) -> VideoResult:
+    async def run(self, ask: RequestedVideo, on_progress: OnProgress, trace: RequestTrace | None = None) -> VideoResult:
         """Raises errors.py; cancelling the task ends the generation after its step."""
         limit = self.recipe.limits.max_concurrent_requests
         if sum(self._active.values()) >= limit:
             raise ResourceExhaustedError(f"{limit} requests under way (limits.max_concurrent_requests); try later")
         began, outcome = time.monotonic(), "stop"
         try:
-            return await self._run_somewhere(ask, on_progress)
+            return await self._run_somewhere(ask, on_progress, trace)
         except BiremeError as error:
             outcome = error.code
             raise
@@ -100,14 +102,17 @@ class VideoService:
         finally:
             self._metrics.count_end(outcome, time.monotonic() - began)
 
-    async def _run_somewhere(self, ask: RequestedVideo, on_progress: OnProgress) -> VideoResult:
+    async def _run_somewhere(
+        self, ask: RequestedVideo, on_progress: OnProgress, trace: RequestTrace | None
+    ) -> VideoResult:
         """Use the worker with the fewest requests; one that is down (and so idle) or full is skipped."""
         workers = sorted(self._active, key=self._active.__getitem__)
         while True:
             worker, attempt = workers.pop(0), _Attempt(on_progress)
             self._active[worker] += 1
             try:
-                return await self._follow(worker, ask, attempt)
+                with contextlib.nullcontext() if trace is None else trace.span("video", worker=worker):
+                    return await self._follow(worker, ask, attempt)
             except (UnavailableError, ResourceExhaustedError):
                 if attempt.is_accepted or not workers:
                     raise

@@ -18,11 +18,21 @@ import numpy as np
 
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import RequestError
+from bireme.observability.entry import open_traces
 from bireme.request import read_tensors
+from bireme.request_trace import RequestTrace
 from bireme.specs import DECODE, ModelSpec
 from bireme.stages.bus import TokenBus
 from bireme.stages.engine_stage import EngineStage
-from bireme.stages.requests import EngineRun, StageRequest, failure_of, parse_stage_request, request_id_of
+from bireme.stages.requests import (
+    EngineRun,
+    StageRequest,
+    failure_of,
+    parse_stage_request,
+    request_id_of,
+    traced_call,
+    with_trace,
+)
 from bireme.text.output import TextStream
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer
 from bireme.types import Cancelled, Send, StageContext, Tensors
@@ -37,6 +47,7 @@ class Decode(EngineStage[EngineClient]):
 
     async def start(self, context: StageContext) -> None:
         self._tokenizer = self._given_tokenizer or recipe_tokenizer(context.recipe)
+        self._traces = open_traces(context.recipe, context.metrics)
         await super().start(context)
         limit = context.recipe.limits.max_bus_buffer_bytes
         self._bus = TokenBus(context.model_name, self._engine, limit, context.metrics)
@@ -45,6 +56,8 @@ class Decode(EngineStage[EngineClient]):
     async def stop(self) -> None:
         if hasattr(self, "_bus"):  # else it did not start
             self._bus.stop()
+            if self._traces is not None:
+                await self._traces.close()
         await super().stop()
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
@@ -59,7 +72,11 @@ class Decode(EngineStage[EngineClient]):
             self._abort(request_id_of(values))
         else:
             request = parse_stage_request(values, inputs, self._context.recipe, self._tokenizer.encode_plain)
-            await self._generate(request, send, cancelled)
+            if self._traces is None:
+                await self._generate(request, send, cancelled)
+                return
+            with traced_call(self._traces, self.spec.name, inputs) as trace:
+                await self._generate(with_trace(request, trace), send, cancelled, trace)
 
     async def _serve_bus(self, values: Mapping[str, Any], send: Send, cancelled: Cancelled) -> None:
         verb, consumer = values["subscribe"], values.get("consumer")
@@ -82,7 +99,9 @@ class Decode(EngineStage[EngineClient]):
         if number := self._names.find(name):
             self._engine.abort(number)
 
-    async def _generate(self, request: StageRequest, send: Send, cancelled: Cancelled) -> None:
+    async def _generate(
+        self, request: StageRequest, send: Send, cancelled: Cancelled, trace: RequestTrace | None = None
+    ) -> None:
         """Run a plain request; its responses go out as the engine makes them."""
         self._check_ready()
         self._names.reserve(request.request_id)
@@ -97,6 +116,8 @@ class Decode(EngineStage[EngineClient]):
             finish = await engine_run.wait(cancelled)
         finally:
             self._names.forget(request.request_id)
+        if trace is not None:
+            trace.hang(trace.root, finish.spans)
         if not stream.finish_reason:
             raise failure_of(finish)
 

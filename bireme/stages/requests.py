@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from bireme.canary_mark import is_canary
 from bireme.config import Recipe
 from bireme.errors import BiremeError, NotFoundError, RequestCancelledError, RequestError, from_message
 from bireme.messages import (
@@ -23,7 +26,9 @@ from bireme.messages import (
     Submit,
     decode_request,
 )
+from bireme.observability.traces import Traces, begin_trace
 from bireme.request import check_ids, check_prompt_tokens, timeout_ms
+from bireme.request_trace import RequestTrace
 from bireme.sampling import EncodeText, Sampling, parse_sampling, with_seed
 from bireme.serving_options import read_options
 from bireme.types import Cancelled, Tensors, info_of
@@ -60,6 +65,29 @@ def parse_stage_request(values: Mapping[str, Any], inputs: Tensors, recipe: Reci
     if blob := values.get("disaggregated_params"):
         request = msgspec.structs.replace(request, request_type="generation_only", disaggregated_params=blob)
     return StageRequest(request, request_id_of(values))
+
+
+@contextlib.contextmanager
+def traced_call(traces: Traces, name: str, inputs: Tensors) -> Iterator[RequestTrace | None]:
+    """Trace a request that a client sends to a worker itself; it ends with the error that is raised within."""
+    trace, error = begin_trace(traces, name, inputs, time.monotonic()), None
+    try:
+        yield trace
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if trace is not None:
+            traces.end(trace, error)
+
+
+def with_trace(request: StageRequest, trace: RequestTrace | None) -> StageRequest:
+    """Return the request for an engine that is to tell what it does."""
+    if trace is None:
+        return request
+    trace.is_canary = is_canary(request.engine.options.cache_salt)
+    told = {"traceparent": trace.traceparent(trace.root), "tracestate": trace.tracestate}
+    return replace(request, engine=msgspec.structs.replace(request.engine, **told))
 
 
 def request_id_of(values: Mapping[str, Any]) -> str:

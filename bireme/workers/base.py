@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bireme.errors import BiremeError, UnavailableError
-from bireme.messages import Capacity, EmbedRequest, EncodeRequest, EngineRequest, Sink, TokenLogprobs, Usage
+from bireme.messages import (
+    Capacity,
+    EmbedRequest,
+    EncodeRequest,
+    EngineRequest,
+    EngineSpan,
+    Sink,
+    TokenLogprobs,
+    Usage,
+)
 from bireme.multimodal.wire import EncodeAnswer
 from bireme.types import Floats
 
@@ -42,6 +51,7 @@ class PrefillResult:
     output_ids: tuple[int, ...]
     usage: Usage = field(default_factory=Usage)
     prompt_logprobs: list[TokenLogprobs] | None = None  # entry i belongs to prompt token i + 1; None: not asked for
+    spans: list[EngineSpan] | None = None  # of a request with a traceparent
 
 
 class WorkerClient(Protocol):

@@ -38,6 +38,7 @@ from bireme.messages import (
     Submit,
     TokenLogprobs,
     Usage,
+    decode_spans,
     encode,
     start_command,
 )
@@ -332,6 +333,7 @@ def prefill_result(outputs: Tensors) -> PrefillResult:
         tuple(_output(outputs, "output_ids").reshape(-1).tolist()),
         _decode_usage(bytes(_output(outputs, "usage").reshape(-1)[0])),
         prompt_logprobs,
+        decode_spans(bytes(outputs["spans"].reshape(-1)[0])) if "spans" in outputs else None,
     )
 
 

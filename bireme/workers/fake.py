@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -20,6 +21,7 @@ from bireme.messages import (
     EncodeRequest,
     EncodeSource,
     EngineRequest,
+    EngineSpan,
     Finish,
     FinishReason,
     Sink,
@@ -52,6 +54,14 @@ def embedding_of(tokens: list[int]) -> list[float]:
 
 def prompt_logprobs_of(prompt: list[int], k: int | None) -> list[TokenLogprobs] | None:
     return None if k is None else [logprobs_of(token, k) for token in prompt[1:]]
+
+
+def spans_of(request: EngineRequest, *names: str) -> list[EngineSpan] | None:
+    """Return what an engine tells that has done everything just now."""
+    now_us = time.time_ns() // 1000
+    return (
+        [EngineSpan(name, now_us + at, now_us + at) for at, name in enumerate(names)] if request.traceparent else None
+    )
 
 
 class FakeGeneration:
@@ -92,7 +102,7 @@ class FakeGeneration:
             usage = Usage(completion_tokens=self.num_tokens, prefill_ms=OWN_PREFILL_MS)
             if self.request.disaggregated_params:  # the figures of its prefill came with them
                 usage = msgspec.structs.replace(PREFILL_USAGE, completion_tokens=self.num_tokens)
-            self.sink.finish(Finish(reason, usage, error=error))
+            self.sink.finish(Finish(reason, usage, error=error, spans=spans_of(self.request, "queue", "generate")))
 
     def fail(self, error: BiremeError) -> None:
         """End it as the bus does."""
@@ -137,6 +147,7 @@ class FakeWorkers:
             (token_at(ids, 0),),
             PREFILL_USAGE,
             prompt_logprobs_of(ids, request.sampling.prompt_logprobs),
+            spans_of(request, "queue", "prefill_chunk"),
         )
 
     async def abort_prefill(self, worker: str, request_id: str) -> None:

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.metrics import Registry
+from bireme.observability.traces import Traces
 from bireme.openai import database, store_thread
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys
@@ -162,8 +163,9 @@ async def started_frontends() -> AsyncIterator[Make]:
     apps: list[Frontend] = []
 
     async def make(
-        keys: ApiKeys | None = None, files_folder: Path | None = None, responses_folder: Path | None = None, **tree: Any
-    ) -> Bench:
+        keys: ApiKeys | None = None, files_folder: Path | None = None, responses_folder: Path | None = None,
+        traces: Traces | None = None, **tree: Any,
+    ) -> Bench:  # fmt: skip
         workers, metrics = FakeWorkers(), Registry("frontend")
         fields = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"}
         fields |= {
@@ -172,8 +174,9 @@ async def started_frontends() -> AsyncIterator[Make]:
         recipe = convert(fields, Recipe, "test")
         models = Models([ServedModel(recipe, workers, letters(), metrics)])
         app = Frontend(
-            models, metrics, recipe.frontend, keys, files_folder=files_folder, responses_folder=responses_folder
-        )
+            models, metrics, recipe.frontend, keys, files_folder=files_folder, responses_folder=responses_folder,
+            traces=traces,
+        )  # fmt: skip
         await app.start()
         apps.append(app)
         return Bench(app, workers)

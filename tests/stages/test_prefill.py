@@ -1,7 +1,9 @@
 """prefill: the first token and signed params, or a clear error."""
 
 import asyncio
+import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,9 +15,13 @@ from bireme.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from bireme.messages import EngineRequest, Finish, SamplingParams, Submit, Usage, encode
+from bireme.messages import EngineRequest, EngineSpan, Finish, SamplingParams, Submit, Usage, encode
+from bireme.metrics import Registry
+from bireme.observability.traces import Traces
 from bireme.workers.client import prefill_result
+from tests.observability.span_trees import shown
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DONE = Finish("not_finished", Usage(prompt_tokens=2, prefill_ms=3.0), disaggregated_params=b"signed")
 
 
@@ -152,3 +158,28 @@ async def test_a_ping_says_whether_the_engine_is_ready(prefill):
     test.engine.die()
     with pytest.raises(UnavailableError, match="being restarted; try again"):
         await test.ask(ping=True).end()
+
+
+async def test_a_pipeline_is_told_the_engines_spans(prefill):
+    test = await prefill()
+    request = EngineRequest(prompt=b"\1\0\0\0", sampling=SamplingParams(), traceparent=TRACEPARENT)
+    call = await test.ask(engine_request=np.frombuffer(encode(Submit(0, request)), np.uint8)).begun()
+    test.engine.emit(0, {1: 97})
+    spans = [EngineSpan("queue", 1, 2), EngineSpan("prefill_chunk", 2, 3, {"tokens": 1})]
+    test.engine.finish(0, 1, msgspec.structs.replace(DONE, spans=spans))
+    [answer] = await call.end()
+    assert prefill_result({name: np.array(value, object) for name, value in answer.items()}).spans == spans
+
+
+async def test_a_client_of_prefill_has_a_trace_here_and_is_told_nothing(prefill):
+    test = await prefill()
+    read = []
+    test.stage._traces = Traces(Registry("prefill"), 1.0)
+    test.stage._traces.subscribe(read.append)
+    call = await test.ask(input_ids=[1]).begun()
+    assert test.engine.requests[0, 1].traceparent
+    test.engine.emit(0, {1: 97})
+    now_us = time.time_ns() // 1000
+    test.engine.finish(0, 1, msgspec.structs.replace(DONE, spans=[EngineSpan("queue", now_us, now_us)]))
+    [answer] = await call.end()
+    assert "spans" not in answer and shown(read[0]) == ["prefill", "  queue"]

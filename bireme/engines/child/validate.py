@@ -25,6 +25,7 @@ from bireme.messages import Capacity, EmbedRequest, EngineRequest, SamplingParam
 from bireme.multimodal.wire import OpenedItem, identity_of, open_multimodal
 from bireme.parameters import PARAMETERS, Parameter
 from bireme.request import check_text_tokens
+from bireme.request_trace import MAX_TRACESTATE_CHARACTERS, parse_traceparent
 from bireme.serving_options import check_options
 
 _ANY = 1e9  # finite, and more than any sensible value
@@ -50,6 +51,7 @@ class Gate:
         ids = self._prompt_ids(request)
         options, num_ranks = request.options, self.capacity.attention_dp_size
         check_options(options)
+        check_trace(request)
         if request.timeout_ms < 0:
             raise RequestError(f"timeout_ms: {request.timeout_ms}; 0 (none) or more")
         if request.dp_rank is not None and not 0 <= request.dp_rank < num_ranks:
@@ -224,6 +226,15 @@ def _check_places(items: tuple[OpenedItem, ...], is_placeholder: npt.NDArray[np.
         raise RequestError(
             f"prompt: {num_places} placeholders of pictures, multimodal has {num_tokens};"
             " send pictures as content parts of a chat"
+        )
+
+
+def check_trace(request: EngineRequest) -> None:
+    if request.traceparent and parse_traceparent(request.traceparent) is None:
+        raise RequestError(f"traceparent: {request.traceparent[:80]!r}; send W3C's, version 00, or leave it out")
+    if len(request.tracestate) > MAX_TRACESTATE_CHARACTERS:
+        raise RequestError(
+            f"tracestate: {len(request.tracestate)} characters; the limit is {MAX_TRACESTATE_CHARACTERS}, shorten it"
         )
 
 

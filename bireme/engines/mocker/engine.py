@@ -40,6 +40,7 @@ from bireme.errors import BiremeError, DeadlineExceededError, RequestError, to_m
 from bireme.kv.blocks.events import EventBuffer, KvEvent
 from bireme.kv.transfer.base import Lease
 from bireme.messages import Capacity, Finish, FinishReason
+from bireme.request_trace import EngineSpans
 
 logger = logging.getLogger("bireme.engine")
 MAX_BATCH_SIZE = 1024
@@ -71,6 +72,7 @@ class MockEngine:
         self._running: dict[RequestKey, MockSequence] = {}
         self._leases: dict[RequestKey, Lease] = {}  # exported; they hold the blocks of ended requests
         self._outputs: list[tuple[MockSequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
+        self._chunks: list[tuple[EngineSpans, int]] = []  # of traced requests, in the step under way
         self._step = 0
         self._began_at = 0.0
         self._stepped_at = 0.0
@@ -396,6 +398,8 @@ class MockEngine:
         model = self._model
         duration_s = (model.step_ms + model.step_ms_per_request * len(decoding)) / 1e3 + prefill_s
         self._pace.step(began, duration_s)
+        for spans, chunk in self._chunks:
+            spans.add("prefill_chunk", began, time.monotonic(), tokens=chunk, step=self._step)
         for one in prefilled:
             self._begin_decode(one)
         deltas = [self._deliver(one, [token]) for one, token in zip(others, tokens, strict=True)]
@@ -417,6 +421,7 @@ class MockEngine:
     def _prefill(self, prefilling: list[MockSequence], budget: int) -> tuple[float, list[MockSequence]]:
         """Within the token budget; return the time it takes and those that are complete."""
         seconds, complete = 0.0, []
+        self._chunks.clear()
         best_effort = self._best_effort.most_prompt_tokens(self._began_at, self._max_num_tokens)
         for one in prefilling:
             room = min(budget, best_effort) if one.is_best_effort else budget
@@ -428,6 +433,8 @@ class MockEngine:
             budget -= chunk
             best_effort -= chunk * one.is_best_effort
             one.prefill_left -= chunk
+            if one.spans is not None:
+                self._chunks.append((one.spans, chunk))
             self._num_prefill_tokens -= chunk
             seconds += chunk * self._model.prefill_ms_per_token / 1e3
             if not one.prefill_left:
@@ -489,6 +496,8 @@ class MockEngine:
         )
         if delta.finish is None:
             delta.finish = Finish("not_finished", usage)
+            if one.spans is not None:
+                delta.finish.spans = one.told(one.spans)
             self._leases[one.key] = one.lease
             one.lease.export(one.num_prompt, MockKvRows.computed(one.prompt_ids).rows)
             one.lease = one.holding = None
@@ -496,7 +505,10 @@ class MockEngine:
     def _finish(
         self, one: MockSequence, reason: FinishReason, error: str = "", stop_token_id: int | None = None
     ) -> Finish:
-        return Finish(reason, one.usage(self._context.worker), error, stop_token_id)
+        finish = Finish(reason, one.usage(self._context.worker), error, stop_token_id)
+        if one.spans is not None:
+            finish.spans = one.told(one.spans)
+        return finish
 
     def _end(self, one: MockSequence, reason: FinishReason, error: BaseException | None = None) -> None:
         finish = self._finish(one, reason, to_message(error) if error else "")

@@ -13,8 +13,9 @@ from bireme.engines.base import AdmittedRequest, RequestKey
 from bireme.engines.mocker.blocks import BlockContent, Holding
 from bireme.engines.mocker.rows import MockKvRows
 from bireme.engines.mocker.tokens import Ids, prompt_digest, tokens_at
-from bireme.kv.transfer.base import Fetch, Lease
-from bireme.messages import EngineRequest, TokenLogprob, TokenLogprobs, Usage
+from bireme.kv.transfer.base import KvFetch, Lease
+from bireme.messages import EngineRequest, EngineSpan, TokenLogprob, TokenLogprobs, Usage
+from bireme.request_trace import EngineSpans
 
 _AHEAD = 128  # tokens computed at once
 
@@ -40,7 +41,7 @@ class MockSequence:
     holding: Holding | None = None
     content: BlockContent | None = None  # of the prompt's blocks
     lease: Lease | None = None
-    fetch: Fetch | None = None
+    fetch: KvFetch | None = None
     rows: MockKvRows | None = None  # what the fetch writes to
     first_row: int = 0  # of those that it writes
     is_aborted: bool = False
@@ -59,6 +60,7 @@ class MockSequence:
     max_tokens: int = 0  # resumed ones among them
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
+    spans: EngineSpans | None = None  # of a request that is traced
     plain_until: int = 0  # of the generated tokens after the first and before this one only the ids are wanted
     _ahead: list[int] = field(default_factory=list)
     _ahead_at: int = 0
@@ -67,6 +69,8 @@ class MockSequence:
         self.request, self.params, self.prompt_ids = admitted.request, admitted.params, admitted.ids
         sampling = self.request.sampling
         self.is_best_effort, self.is_canary = self.request.is_best_effort, admitted.is_canary
+        if self.request.traceparent:
+            self.spans = EngineSpans()
         self.num_prompt = len(admitted.ids)
         self.num_generated = self.request.num_resumed
         self.digest = prompt_digest(self.request.prompt[: 4 * admitted.num_prompt])
@@ -159,3 +163,15 @@ class MockSequence:
             result.prefill_worker = worker
             result.decode_worker = "" if self.request.request_type == "context_only" else worker
         return result
+
+    def told(self, spans: EngineSpans) -> list[EngineSpan]:
+        """Return all spans of a request that ends now; those of its chunks have been noted."""
+        now = time.monotonic()
+        admitted_at, decode_at = self.admitted_at, self.decode_at
+        spans.add("queue", self.arrived_at, admitted_at or now)
+        if self.fetch is not None:
+            spans.add("transfer", admitted_at, decode_at or now, bytes=self.fetch.num_bytes, way=self.fetch.way)
+        if decode_at and self.request.request_type != "context_only":
+            num_tokens = self.num_generated - self.request.num_resumed
+            spans.add("generate", decode_at, now, tokens=num_tokens, steps=num_tokens - 1)
+        return spans.spans

@@ -14,11 +14,12 @@ from bireme.engines.base import RequestKey
 from bireme.kv.blocks.block_manager import BlockTable
 from bireme.kv.blocks.block_tiers import BlockCopy
 from bireme.kv.blocks.hashing import MediaSpan
-from bireme.kv.transfer.base import Fetch, Lease
+from bireme.kv.transfer.base import Fetch, KvFetch, Lease
 from bireme.logits.guided.guidance import Guidance
 from bireme.messages import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 from bireme.multimodal.mrope import Positions
 from bireme.multimodal.wire import OpenedItem
+from bireme.request_trace import EngineSpans
 
 Post = Callable[[Callable[[], None]], None]  # run it on the engine's thread, between steps
 
@@ -113,10 +114,15 @@ class Sequence:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     is_canary: bool = False  # of two tokens, and no load
+    spans: EngineSpans | None = None  # of a request that is traced
+    kv_fetch: KvFetch | None = None  # of such a one
+    preempted_at: float = 0.0  # 0: it is not out of the batch
     is_best_effort: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_best_effort = self.request.is_best_effort
+        if self.request.traceparent:
+            self.spans = EngineSpans()
 
     @property
     def sampling(self) -> SamplingParams:

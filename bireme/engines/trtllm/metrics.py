@@ -60,8 +60,7 @@ class TrtllmMetrics:
             metrics.add("bireme_kv_transfer_failures_total", 1, "unavailable")
         elif state.first_token_at:
             metrics.observe("bireme_kv_transfer_seconds", finish.usage.transfer_ms / 1e3, "import")
-            num_bytes = getattr(getattr(_perf(state.result), "timing_metrics", None), "kv_cache_size", 0)
-            metrics.add("bireme_kv_transfer_bytes_total", int(num_bytes or 0), "import")
+            metrics.add("bireme_kv_transfer_bytes_total", transfer_bytes(state), "import")
 
     def usage(self, state: RequestState, now: float) -> Usage:
         perf = _perf(state.result)
@@ -94,6 +93,11 @@ class TrtllmMetrics:
         if not known and (blocks := getattr(getattr(perf, "kv_cache_metrics", None), "num_reused_blocks", 0)):
             known = blocks * self._tokens_per_block
         return min(int(known or 0), max(0, len(state.call.prompt) - 1))
+
+
+def transfer_bytes(state: RequestState) -> int:
+    """Return how much KV came from prefill; 0: it is known with return_perf_metrics alone."""
+    return int(getattr(getattr(_perf(state.result), "timing_metrics", None), "kv_cache_size", 0) or 0)
 
 
 def _perf(result: Any) -> Any:

@@ -178,6 +178,8 @@ class Planner:
             self._tell_priority()
             if "priority" in self._api.generate_parameters:
                 more["priority"] = options.priority
+        if request.traceparent and "trace_headers" in self._api.generate_parameters:
+            more["trace_headers"] = trace_headers(request)
         if request.dp_rank is not None:
             more["scheduling_params"] = self._api.scheduling_params(
                 attention_dp_rank=request.dp_rank, attention_dp_relax=False
@@ -199,6 +201,12 @@ class Planner:
             logger.warning("priority_without_effect reason=this release of TensorRT-LLM has none")
         elif scheduler.get("waiting_queue_policy") != "priority":
             logger.warning("priority_without_effect remedy=set scheduler_config.waiting_queue_policy to priority")
+
+
+def trace_headers(request: EngineRequest) -> dict[str, str]:
+    """Return what makes TensorRT-LLM's own spans part of the request's trace."""
+    state = {"tracestate": request.tracestate} if request.tracestate else {}
+    return {"traceparent": request.traceparent} | state
 
 
 def retention_config(api: Api, config: KvCacheRetentionConfig) -> Any:

@@ -14,7 +14,8 @@ from bireme.disagg import DisaggregatedParams
 from bireme.engines.base import RequestKey, StepOutput
 from bireme.engines.trtllm.logprobs import prompt_logprobs, token_logprobs
 from bireme.kv.blocks.hashing import MediaSpan
-from bireme.messages import EngineRequest, FinishReason, TokenLogprobs
+from bireme.messages import EngineRequest, EngineSpan, FinishReason, TokenLogprobs, Usage
+from bireme.request_trace import EngineSpans
 
 if TYPE_CHECKING:
     from bireme.engines.torch.step import SequencePictures
@@ -86,6 +87,11 @@ class RequestState:
     is_canary: bool = False  # no load
     ending: tuple[FinishReason, str] | None = None  # why it is being aborted
     timers: list[Any] = field(default_factory=list)
+    trace: EngineSpans | None = field(init=False, default=None)  # of a request that is traced
+
+    def __post_init__(self) -> None:
+        if self.request.traceparent:
+            self.trace = EngineSpans()
 
     @property
     def num_to_compute(self) -> int:
@@ -149,3 +155,19 @@ class RequestState:
         if output.token_ids and output.token_ids[-1] in self.stop_ids:
             return int(output.token_ids[-1])
         return self.stop_ids[0] if self.stop_ids else None
+
+    def told(self, spans: EngineSpans, usage: Usage, transfer_bytes: int, now: float) -> list[EngineSpan]:
+        """Return what is known of a request that ends now; without return_perf_metrics nothing of queue and bytes."""
+        arrived_at, first_at = self.arrived_at, self.first_token_at or now
+        own_queue_ms = usage.queue_ms - (self.params.queue_ms if self.params is not None else 0.0)
+        begun_at = min(first_at, arrived_at + own_queue_ms / 1e3)
+        spans.add("queue", arrived_at, begun_at)
+        if self.kind == "generation_only":
+            arrives_at = min(now, begun_at + usage.transfer_ms / 1e3)
+            spans.add("transfer", begun_at, arrives_at, bytes=transfer_bytes, way="trtllm")
+        else:
+            num_tokens = len(self.call.prompt) - usage.cached_tokens
+            spans.add("prefill_chunk", begun_at, first_at, tokens=num_tokens)
+        if self.first_token_at and self.request.request_type != "context_only":
+            spans.add("generate", first_at, now, tokens=self.num_output, steps=self.num_output - 1)
+        return spans.spans

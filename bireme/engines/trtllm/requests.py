@@ -19,7 +19,7 @@ from bireme.engines.trtllm import disaggregation
 from bireme.engines.trtllm.faults import FaultWatch
 from bireme.engines.trtllm.loading import Loaded
 from bireme.engines.trtllm.logprobs import token_logprobs
-from bireme.engines.trtllm.metrics import TrtllmMetrics
+from bireme.engines.trtllm.metrics import TrtllmMetrics, transfer_bytes
 from bireme.engines.trtllm.request_state import GenerateArguments, RequestState
 from bireme.errors import (
     BiremeError,
@@ -331,6 +331,8 @@ class Requests:
         now = time.monotonic()
         text = to_message(error) if isinstance(error, BiremeError) else error
         finish = Finish(reason, self._accounts.usage(state, now), text, stop_token_id)
+        if state.trace is not None:
+            finish.spans = state.told(state.trace, finish.usage, transfer_bytes(state), now)
         self._accounts.finished(state, finish, now)
         self._loaded.iterations.request_ended(state.result)
         self.num_ended += 1

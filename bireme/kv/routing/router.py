@@ -148,8 +148,10 @@ class WorkerRouter:
         """Why placements rest on an old view of what workers hold and do; "": they don't."""
         return "; ".join(problem for follower in self._followers if (problem := follower.problem))
 
-    def place(self, request: RoutingRequest, *, avoid: Collection[str] = ()) -> Placement:
-        """Choose workers, none of `avoid` if there is another.
+    def place(
+        self, request: RoutingRequest, *, avoid: Collection[str] = (), seen: list[Candidate] | None = None
+    ) -> Placement:
+        """Choose workers, none of `avoid` if there is another. `seen` is given all workers with their costs.
 
         `finished` must follow every placement. Raises UnavailableError without a decode worker, ResourceExhaustedError
         when all are busy, RequestError for a choice that can't be met.
@@ -158,6 +160,8 @@ class WorkerRouter:
         decision = self._decide(request, avoid, now)
         if self.flows is not None:
             _count_flow(self.flows, decision, request)
+        if seen is not None:
+            seen += self._candidates(request, decision, now)
         if not self._counts_load:
             return decision.placement()
         prefill, decode = decision.prefill, decision.decode
@@ -178,6 +182,9 @@ class WorkerRouter:
         """
         now = self._clock()
         decision = self._decide(request, (), now)
+        return decision.placement(), self._candidates(request, decision, now)
+
+    def _candidates(self, request: RoutingRequest, decision: Decision, now: float) -> list[Candidate]:
         candidates: list[Candidate] = []
         for name, stage in self._stages.items():
             has_prefill = decision.prefill is not None or not stage.targets
@@ -193,7 +200,7 @@ class WorkerRouter:
                 )
                 for at, target in enumerate(stage.targets)
             ]  # fmt: skip
-        return decision.placement(), candidates
+        return candidates
 
     @property
     def follows_load(self) -> bool:

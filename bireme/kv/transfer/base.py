@@ -68,6 +68,16 @@ class Fetch(Protocol):
         """Give up; `done` is still called (RequestCancelledError), after the last write."""
 
 
+class KvFetch(Fetch, Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows that it copies; 0: not known yet."""
+
+    @property
+    def way(self) -> str:
+        """How they come: `mapped`, out of the exporter's own memory, or by a backend, which has a name."""
+
+
 def fetch_failure(error: BiremeError) -> BiremeError:
     """Return the error for `done`: lack of time, of room or of the exporter is not this engine's fault."""
     is_foreign = isinstance(error, (UnavailableError, DeadlineExceededError, ResourceExhaustedError))
@@ -90,7 +100,7 @@ class KvTransfer(Protocol):
     def reserve(self, release: Callable[[], None]) -> Lease:
         """Make a lease. `release` is called once, on the transfer's thread, when its blocks may be freed."""
 
-    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> Fetch:
+    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> KvFetch:
         """Claim params' lease and copy, group by group, tokens [firsts[group], params.num_tokens) into `rows`.
 
         Returns at once; the rows are written, and `done` is called, on the transfer's thread. Errors given to `done`:

@@ -15,7 +15,7 @@ from functools import partial
 
 from bireme.disagg import DisaggregatedParams
 from bireme.errors import BiremeError, EngineLostError, NotFoundError, RequestCancelledError, UnavailableError
-from bireme.kv.transfer.base import Done, Fetch, KvLayout, Lease, fetch_failure
+from bireme.kv.transfer.base import Done, KvFetch, KvLayout, Lease, fetch_failure
 from bireme.kv.transfer.chunks import plan_chunks
 from bireme.kv.transfer.copier import Copier
 from bireme.kv.transfer.exporter import check_layouts
@@ -36,6 +36,8 @@ class FakeNetwork:
 
 
 class FakeFetch:
+    num_bytes, way = 0, "fake"
+
     def __init__(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> None:
         self.params = params
         self.firsts = tuple(firsts)
@@ -79,7 +81,7 @@ class FakeTransfer:
     def reserve(self, release: Callable[[], None]) -> Lease:
         return self.leases.reserve(release)
 
-    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> Fetch:
+    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> KvFetch:
         fetch = FakeFetch(params, firsts, rows, done)
         if self._is_closed:
             self._copier.call(partial(fetch.finish, EngineLostError("the decode engine is stopping")))

@@ -103,6 +103,7 @@ class RowFetch:
     rows: TokenRows
     _done: Done | None
     _wake: Callable[[RowFetch], None]
+    backend: str  # its name
     number: int = 0
     began_at: float = field(default_factory=time.monotonic)
     state: FetchState = FetchState.WAITING
@@ -129,6 +130,14 @@ class RowFetch:
     def is_mapped(self) -> bool:
         """Whether its rows are copied out of the exporter's own memory."""
         return self.offer is not None and self.offer.source is not None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.plan.num_bytes if self.plan is not None else 0
+
+    @property
+    def way(self) -> str:
+        return "mapped" if self.is_mapped else self.backend
 
     @property
     def next_state(self) -> FetchState:

@@ -23,7 +23,7 @@ from bireme.disagg import DisaggregatedParams
 from bireme.discovery import run_folder
 from bireme.errors import ConfigError, EngineLostError
 from bireme.kv.transfer.backend import Backend
-from bireme.kv.transfer.base import Done, Fetch, Find, KvLayout, Lease
+from bireme.kv.transfer.base import Done, Find, KvFetch, KvLayout, Lease
 from bireme.kv.transfer.buffer import TransferBuffer
 from bireme.kv.transfer.chunks import CHUNK_BYTES
 from bireme.kv.transfer.copier import Copier
@@ -110,8 +110,8 @@ class LeasedTransfer:
     def reserve(self, release: Callable[[], None]) -> Lease:
         return self._table.reserve(release)
 
-    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> Fetch:
-        fetch = RowFetch(params, tuple(firsts), rows, done, self._wake_cancelled)
+    def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> KvFetch:
+        fetch = RowFetch(params, tuple(firsts), rows, done, self._wake_cancelled, self._backend.name)
         if not self._mailbox.post(lambda: self._importer.begin(fetch)):
             self._copier.call(partial(fetch.finish, EngineLostError("the decode engine is stopping")))
         return fetch

@@ -13,6 +13,7 @@ from bireme.errors import drop_frames
 from bireme.openai.http.direct import AtOnce, DirectWrite, Watch, cycle_of, direct_write, drop, is_body_coming
 from bireme.openai.http.error_replies import ErrorForm, ErrorReply, HttpError, reply_of
 from bireme.openai.keys import OPEN, Tenant
+from bireme.request_trace import RequestTrace
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -57,6 +58,7 @@ class Call:
         self._has_read = False  # the whole body
         self.status = 0  # of the reply; 0: none yet
         self.notes: dict[str, object] = {}  # for the access log
+        self.trace: RequestTrace | None = None  # None: nobody wants it
 
     def speak(self, error_form: ErrorForm, request_id_header: bytes) -> None:
         """Show errors in this form, and the request's id under one more name."""

@@ -20,6 +20,7 @@ from bireme import best_effort
 from bireme.canary_mark import is_canary
 from bireme.errors import BiremeError, RequestCancelledError, drop_frames
 from bireme.messages import Usage
+from bireme.openai.call_traces import ClientWait, note_failure
 from bireme.openai.http.call import Call, ClientGoneError
 from bireme.openai.http.error_replies import is_internal, reply_of, shutting_down
 from bireme.openai.http.event_stream import DONE, PREFIX, SUFFIX, EventStream
@@ -135,19 +136,26 @@ async def answer_events(
 
 
 async def _write(call: Call, stream: EventStream) -> None:
-    is_over = False
-    while not is_over:
-        await stream.wait()
-        is_over = stream.is_complete or stream.is_closed
-        if data := stream.take():
-            await call.write_events(data, stream.is_complete, stream.wait)
-            stream.go_on(call.direct_write())
+    waits = None if call.trace is None else ClientWait(call)
+    write, is_over = call.write_events if waits is None else waits.write, False
+    try:
+        while not is_over:
+            await stream.wait()
+            is_over = stream.is_complete or stream.is_closed
+            if data := stream.take():
+                await write(data, stream.is_complete, stream.wait)
+                stream.go_on(call.direct_write())
+    finally:
+        if waits is not None:
+            waits.end()
 
 
 async def _fail(
     call: Call, stream: EventStream, error: BiremeError, last_events: Callable[[BaseException], bytes]
 ) -> str:
     drop_frames(error)
+    if call.trace is not None:
+        note_failure(call.trace, error)
     if not stream.is_complete:
         if is_internal(error):
             logger.error("stream_failed request_id=%s error=%s", call.request_id.decode(), error)

@@ -32,7 +32,7 @@ class ChatCompletions(TextApi):
         n = request.sampling.params.n
         ids = token_ids(request.return_token_ids, n)
         answer = WholeAnswer(heading, n, request.return_timing, nvext, ids)
-        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt, ids)
+        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt, ids, call.trace)
         sequences = await call.unless_gone(work)
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, answer.usages[0].prompt_tokens)
@@ -51,7 +51,7 @@ class ChatCompletions(TextApi):
         nvext = NvExtReply(request.extra_fields, call.arrived_at)
         ids, timing = token_ids(request.return_token_ids, n), request.return_timing
         answer = streamed_answer(ids, template, stream, n, request.include_usage, timing, nvext, annotations)
-        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt, ids)
+        work = model.chat.run(request, answer, call.arrived_at, call.tenant.take_prompt, ids, call.trace)
         call.notes["outcome"] = await answer_events(call, work, stream, self._streams)
         if usages := answer.usages:
             note_usage(call, usages, usages[0].prompt_tokens)

@@ -69,8 +69,11 @@ class Completions(TextApi):
 
     async def _prepare(self, call: Call, model: ServedModel, request: CompletionRequest) -> _CompletionJob:
         salt = request.options.cache_salt
+        span = None if call.trace is None else call.trace.begin("tokenize")
         prompts = [await self._encode(model, prompt, at, salt) for at, prompt in enumerate(request.prompts)]
         num_prompt_tokens = sum(map(len, prompts))
+        if call.trace is not None and span is not None:
+            call.trace.end(span, tokens=num_prompt_tokens)
         call.tenant.take_prompt(num_prompt_tokens)
         tokenizer = model.tokenizer
         params = request.sampling.resolve(tokenizer.encode_plain)
@@ -81,6 +84,7 @@ class Completions(TextApi):
                 sampling=single,
                 options=request.options,
                 deadline=deadline,
+                trace=call.trace,
             )
             for prompt in prompts
             for single in expand(params)

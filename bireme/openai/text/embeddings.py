@@ -64,7 +64,7 @@ class Embeddings:
             num_tokens = _charge(call, ids)
             call.is_canary = is_canary(body.user or "")
             canary = body.user or "" if call.is_canary else ""
-            rows = await call.unless_gone(model.embeddings.embed(ids, body.dimensions or 0, canary))
+            rows = await call.unless_gone(model.embeddings.embed(ids, body.dimensions or 0, canary, call.trace))
             data = await _embeddings_json(rows, body.encoding_format == "base64")
             call.notes["outcome"] = "stop"
             usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -136,7 +136,7 @@ async def _scores(
     num_tokens = _charge(call, ids)
     if len(ids) > (limit := model.recipe.limits.max_embedding_inputs):
         raise RequestError(f"{len(ids)} texts; limits.max_embedding_inputs is {limit}, send fewer")
-    rows = await call.unless_gone(model.embeddings.embed(ids))
+    rows = await call.unless_gone(model.embeddings.embed(ids, trace=call.trace))
     alike = _SIMILARITIES[model.embeddings.texts.similarity]
     scores: list[float] = alike(rows[: len(firsts)], rows[len(firsts) :]).tolist()
     call.notes["outcome"] = "stop"

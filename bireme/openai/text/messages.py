@@ -44,7 +44,7 @@ class Messages(TextApi):
 
     async def _whole(self, call: Call, model: ServedModel, request: MessagesRequest) -> None:
         answer = WholeMessage(request)
-        work = model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
+        work = model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt, trace=call.trace)
         sequences = await call.unless_gone(work)
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, [answer.usage], answer.usage.prompt_tokens)
@@ -62,7 +62,7 @@ class Messages(TextApi):
         def last_events(error: BaseException) -> bytes:
             return b"event: error\ndata: " + call.error_reply(error).body + SUFFIX
 
-        work = model.chat.run(request.chat, answer, call.arrived_at, on_prompt)
+        work = model.chat.run(request.chat, answer, call.arrived_at, on_prompt, trace=call.trace)
         call.notes["outcome"] = await answer_events(call, work, stream, self._streams, last_events)
         if answer.usage is not None:
             note_usage(call, [answer.usage], answer.usage.prompt_tokens)

@@ -74,7 +74,8 @@ class Responses(TextApi):
         self, call: Call, model: ServedModel, request: ResponseRequest, form: ResponseForm, answer: ResponseAnswer
     ) -> list[SequenceRunner]:
         """Run the chat and keep the response: who has seen its end can go on from it."""
-        sequences = await model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt)
+        take_prompt = call.tenant.take_prompt
+        sequences = await model.chat.run(request.chat, answer, call.arrived_at, take_prompt, trace=call.trace)
         assert answer.usage is not None, "an answer without an error has finished"
         note_usage(call, [answer.usage], answer.usage.prompt_tokens)
         await self._stored.keep(form.id, call.tenant, request, answer)

@@ -22,6 +22,6 @@ class Images:
         call.notes["model"] = model.name
         request = check_images(body)
         model.check(request)
-        result = await call.unless_gone(model.service.run(request.ask, lambda progress: None))
+        result = await call.unless_gone(model.service.run(request.ask, lambda progress: None, call.trace))
         answer = {"created": int(time.time()), "model": model.name, "data": await model.delivery.data(result, request)}
         await call.reply(200, encode_json(answer | result_tree(result)))

@@ -96,7 +96,7 @@ class Videos:
         if request.stream:
             await self._stream(call, model, request)
             return
-        result = await call.unless_gone(model.service.run(request.ask, lambda progress: None))
+        result = await call.unless_gone(model.service.run(request.ask, lambda progress: None, call.trace))
         await call.reply(200, encode_json(await _answer(model, request, result, heading_of(model.name))))
 
     async def _stream(self, call: Call, model: ServedVideo, request: VideoRequest) -> None:
@@ -109,7 +109,7 @@ class Videos:
             news.set()
 
         heading = heading_of(model.name)
-        task = asyncio.ensure_future(model.service.run(request.ask, take))
+        task = asyncio.ensure_future(model.service.run(request.ask, take, call.trace))
         task.add_done_callback(lambda _: news.set())
         watch = call.when_gone(task.cancel)
         try:

@@ -175,3 +175,16 @@ def test_first_log_probs_travel_with_the_params(pair, tmp_path):
     opened = disagg.unseal(params, run_folder.deployment_key(tmp_path / "run"))
     assert opened.first_gen_log_probs is not None
     assert opened.first_gen_log_probs[0][0][0] == opened.first_gen_tokens[0]
+
+
+def test_a_traced_transfer_tells_its_bytes_and_its_way(pair):
+    first, second = pair
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    _, finish = prefill(first, traceparent=traceparent)
+    assert [span.name for span in finish.spans] == ["prefill_chunk", "queue"]
+    spans = {
+        span.name: span for span in decode(second, finish.disaggregated_params, traceparent=traceparent).wait().spans
+    }
+    transfer = spans["transfer"]
+    assert transfer.attributes["bytes"] > 0 and transfer.attributes["way"] in ("mapped", "DEFAULT", "shm")
+    assert spans["queue"].end_us == transfer.start_us and transfer.end_us <= spans["generate"].end_us

@@ -25,6 +25,8 @@ from bireme.messages import SamplingParams
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import PROMPT, VOCAB_SIZE, check_canaries_are_apart, make_request, wait_for
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
 
 class Emitted:
     """Collects what an engine emits."""
@@ -462,3 +464,23 @@ def test_best_effort_requests_end_though_others_prompts_never_do(start):
         wait_for(lambda number=number: number in emitted.finishes)
         assert number < 5000
     assert emitted.tokens[1] == expected_tokens(PROMPT, 3)
+
+
+def test_a_traced_request_is_told_queue_chunks_and_steps(start):
+    engine, emitted, _ = start(EngineConfig(max_num_tokens=4, max_batch_size=1))
+    submit(engine, 1, make_request(max_tokens=5, traceparent=TRACEPARENT))
+    submit(engine, 2, make_request(max_tokens=2))
+    spans = {span.name: span for span in emitted.finish_of(1).spans}
+    chunks = [span.attributes["tokens"] for span in emitted.finish_of(1).spans if span.name == "prefill_chunk"]
+    assert chunks == [4] * (len(PROMPT) // 4) + [len(PROMPT) % 4] * (len(PROMPT) % 4 > 0)
+    assert spans["generate"].attributes == {"tokens": 5, "steps": 4}
+    assert spans["queue"].start_us <= spans["prefill_chunk"].start_us <= spans["generate"].start_us
+    assert emitted.finish_of(2).spans is None
+
+
+def test_a_traced_request_that_never_ran_tells_of_its_queue(start):
+    engine, emitted, _ = start(EngineConfig(max_batch_size=1), step_ms=20.0)
+    submit(engine, 1, make_request(max_tokens=50))
+    submit(engine, 2, make_request(max_tokens=5, traceparent=TRACEPARENT))
+    engine.abort((0, 2))
+    assert [span.name for span in emitted.finish_of(2).spans] == ["queue"]

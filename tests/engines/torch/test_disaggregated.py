@@ -320,3 +320,17 @@ def test_a_window_block_that_was_fetched_in_part_is_not_reused(tiny):
     with Pair(model.path) as pair:
         assert pair.run([prompt]) == model.expect([prompt])
         assert pair.decode.run([request(prompt[:147])]) == model.expect([prompt[:147]])
+
+
+def test_a_traced_request_tells_of_chunks_transfer_and_steps(tiny):
+    traceparent, prompt = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", make_prompts(150)[0]
+    with Pair(tiny("llama").path) as pair:
+        first = pair.begin(prompt, max_tokens=5, traceparent=traceparent)
+        chunks = [span.attributes["tokens"] for span in first.finish.spans if span.name == "prefill_chunk"]
+        assert chunks == [64, 64, 22] and {span.name for span in first.finish.spans} == {"queue", "prefill_chunk"}
+        second = pair.go_on(prompt, first, max_tokens=5, traceparent=traceparent)
+        spans = {span.name: span for span in second.finish.spans}
+        assert spans["transfer"].attributes == {"bytes": 0, "way": "fake"}
+        assert spans["generate"].attributes == {"tokens": 5, "steps": 4}
+        assert spans["queue"].end_us == spans["transfer"].start_us <= spans["generate"].end_us
+        assert pair.begin(prompt, max_tokens=5).finish.spans is None

@@ -141,3 +141,12 @@ def test_a_narrowed_window_changes_the_output(tiny):
     expected = model.expect(PROMPTS)
     assert sum(a == b for a, b in zip(got, expected, strict=True)) < len(PROMPTS) - 4
     assert all(got[i] == expected[i] for i in short)
+
+
+def test_a_traced_request_that_is_preempted_tells_so(tiny):
+    settings = {"queue": {"capacity_scheduler_policy": "MAX_UTILIZATION"}, "max_tokens": 320, "tokens_per_block": 8}
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with Harness(tiny("llama").path, max_num_tokens=64, **settings) as engine:
+        results = [engine.submit(request(prompt, traceparent=traceparent)) for prompt in PROMPTS]
+        names = [span.name for result in results for span in result.finish.spans]
+        assert names.count("preempted") == engine.core.scheduler.num_preemptions > 0

@@ -21,6 +21,7 @@ from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.scheduling.step_records import StepRecorder
+from bireme.engines.torch.scheduling.tracing import note_chunks
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
 from bireme.errors import BiremeError
 from bireme.kv.wire.step_records import ScheduledRequests
@@ -148,6 +149,8 @@ class EngineCore:
             sampled = self._sample(computed)
             self._advance(plan)
             now, sequences = time.monotonic(), computed.batch.sampled
+            if plan.chunks:
+                note_chunks(plan, self.num_steps, began, now)
             self._delivery.accept_all(sequences, sampled, now)
             self._parts.accounts.stepped(computed.path, now - began, len(sequences))
             if self._recorder is not None and scheduled is not None:

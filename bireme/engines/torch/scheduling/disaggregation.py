@@ -90,7 +90,7 @@ class TorchImporter:
         blocks, end = sequence.table.blocks, sequence.params.num_tokens
         firsts = [max(sequence.computed, self.manager.first_visible(group, end)) for group in range(len(blocks))]
         sequence.imported_from = firsts
-        sequence.fetch = self.transfer.fetch(
+        sequence.fetch = sequence.kv_fetch = self.transfer.fetch(
             sequence.params,
             firsts,
             self.store.token_rows(blocks, end),

@@ -11,6 +11,7 @@ from bireme.engines.base import RequestKey, StepOutput
 from bireme.engines.torch.scheduling.deadlines import Deadlines
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.scheduler import Scheduler
+from bireme.engines.torch.scheduling.tracing import told
 from bireme.engines.torch.step import Sequence, SequenceStatus
 from bireme.errors import BiremeError, DeadlineExceededError, RequestCancelledError, to_message
 from bireme.messages import Finish, FinishReason
@@ -163,5 +164,7 @@ class OpenRequests:
     ) -> None:
         now = time.monotonic()
         delta.finish = Finish(reason, self._parts.accounts.usage(sequence, now), error, stop_token_id)
+        if sequence.spans is not None:
+            delta.finish.spans = told(sequence, sequence.spans, now)
         self._parts.accounts.finished(sequence, reason, error, now)
         self.outputs.append(delta)

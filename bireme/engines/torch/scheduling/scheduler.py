@@ -197,6 +197,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.requeue(sequence)
         self.num_preemptions += 1
+        if sequence.spans is not None:
+            sequence.preempted_at = self._clock()
 
     def requeue(self, sequence: Sequence) -> None:
         """Put an admitted sequence back into the queue; it holds nothing."""
@@ -265,6 +267,9 @@ class Scheduler:
             return False
         if not copies:
             self.found(head)
+        if head.spans is not None and head.preempted_at:
+            head.spans.add("preempted", head.preempted_at, self._clock())
+            head.preempted_at = 0.0
         self.waiting.remove(head)
         head.slot = self._slots.pop()
         head.mirrored, head.resident = [0] * len(manager.groups), []

@@ -1,0 +1,1 @@
+"""What an entry tells of its requests beside metrics: who reads finished traces, and where they go."""

@@ -1,0 +1,91 @@
+"""Traces of the frontend's calls: begun with a request for an answer, ended with its last byte."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from bireme.errors import RequestCancelledError
+from bireme.observability.traces import Traces
+from bireme.openai.http.call import Call, Patience
+from bireme.openai.http.error_replies import HttpError
+from bireme.openai.keys import OPEN
+from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS
+from bireme.request_trace import RequestTrace, Span, error_text, new_span_id
+
+TRACED_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/batches"),
+        *("/v1/videos", "/v1/videos/generations", "/v1/images/generations", *SCORE_PATHS, *RERANK_PATHS),
+    }
+)
+
+
+class CallTraces:
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+
+    async def close(self) -> None:
+        await self._traces.close()
+
+    def begin(self, call: Call) -> None:
+        """Give the call its trace, if anybody wants it; log and reply tell the id of each."""
+        given = b"" if call.is_repeated(b"traceparent") else call.header(b"traceparent")
+        state = b",".join(value for name, value in call.headers if name == b"tracestate") if given else b""
+        identity = self._traces.identify(given.decode("latin-1"), state.decode("latin-1"))
+        call.notes["trace_id"] = identity.trace_id
+        call.trace = trace = self._traces.begin(f"{call.method} {call.path}", identity, call.arrived_at)
+        if trace is None:
+            call.add_header(b"traceresponse", f"00-{identity.trace_id}-{new_span_id():016x}-00".encode())
+            return
+        trace.request_id, trace.tenant = call.request_id.decode(), call.tenant.name
+        trace.root.attributes |= {"http.request.method": call.method, "http.route": call.path}
+        call.add_header(b"traceresponse", trace.traceparent(trace.root).encode())
+
+    def end(self, call: Call) -> None:
+        trace = call.trace
+        assert trace is not None
+        trace.is_canary = call.is_canary
+        trace.root.attributes |= _facts(call)
+        if call.notes.get("outcome") == RequestCancelledError.code:
+            note_failure(trace, asyncio.CancelledError())
+        self._traces.end(trace)
+
+
+def note_failure(trace: RequestTrace, error: BaseException) -> None:
+    """Keep what the caller is told, for the end of the trace."""
+    trace.root.error = f"{error.code}: {error}" if isinstance(error, HttpError) else error_text(error)
+
+
+def _facts(call: Call) -> dict[str, object]:
+    notes = call.notes
+    named = {
+        "gen_ai.request.model": notes.get("model"),
+        "gen_ai.usage.input_tokens": notes.get("prompt_tokens"),
+        "gen_ai.usage.output_tokens": notes.get("generated_tokens"),
+        "outcome": notes.get("outcome"),
+        "key": call.tenant.name if call.tenant is not OPEN else None,
+    }
+    return {"http.response.status_code": call.status} | {name: one for name, one in named.items() if one is not None}
+
+
+class ClientWait:
+    """How long a stream's client was waited for; one span, from the first event to the last."""
+
+    def __init__(self, call: Call) -> None:
+        assert call.trace is not None
+        self._call, self._trace = call, call.trace
+        self._span: Span | None = None  # from the first event on
+        self._waited_s = 0.0
+
+    async def write(self, data: bytes, is_last: bool, patience: Patience) -> None:
+        began = time.monotonic()
+        self._span = self._span or self._trace.begin("deliver")
+        try:
+            await self._call.write_events(data, is_last, patience)
+        finally:
+            self._waited_s += time.monotonic() - began
+
+    def end(self) -> None:
+        if self._span is not None:
+            self._trace.end(self._span, waited_ms=round(1e3 * self._waited_s, 3))
