@@ -41,6 +41,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""  # of the shared memory and process ids that it sees; see `host_id`
     served_model_name: str = ""
     model: str = ""  # last part of the model's folder or hub id: one name is served by one model
+    revision: str = ""  # of the model's content; "": not known, which is like any
     key_id: str = ""  # of the deployment key: params that another key has signed would be refused
     state: WorkerState = "ready"  # draining: it gets no new requests
     tokens_per_block: int = 0
@@ -67,7 +68,14 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def can_transfer(source: WorkerRecord, target: WorkerRecord) -> bool:
     """Return whether KV can go between them; true where a host is unknown."""
+    if not is_like(source.revision, target.revision):
+        return False
     return source.moves_own_kv or not source.host or not target.host or source.host == target.host
+
+
+def is_like(revision: str, other: str) -> bool:
+    """Return whether one worker may go on with another's tokens and KV."""
+    return not revision or not other or revision == other
 
 
 def key_id(key: bytes) -> str:

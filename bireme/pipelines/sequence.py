@@ -76,13 +76,16 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     pictures: RequestPictures | None = None  # of a prompt that has room for them
     trace: RequestTrace | None = None  # None: nobody traces it
 
-    def routing_request(self, is_resumed: bool = False, has_transfer: bool = True) -> RoutingRequest:
+    def routing_request(
+        self, is_resumed: bool = False, has_transfer: bool = True, revision: str = ""
+    ) -> RoutingRequest:
         return RoutingRequest(
             prompt=self.prompt,
             options=self.options,
             media=self.pictures.spans if self.pictures is not None else (),
             is_resumed=is_resumed,
             has_transfer=has_transfer,
+            revision=revision,
         )
 
 
@@ -124,6 +127,7 @@ class SequenceRunner:
         self._lease: _Lease | None = None  # of this attempt; between two only one that is kept
         self._prefill: tuple[str, Usage] | None = None  # worker and usage of the prefill that made the first token
         self._predicted_tokens: int | None = None  # of the prompt, that its worker should have found in its cache
+        self._revision = ""  # of the model that has made the tokens
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
         self._prompt_logprobs: Logprobs = None  # prefill's, until they are sent
         self._failing_since = 0.0
@@ -294,7 +298,8 @@ class SequenceRunner:
 
     def _place(self) -> Placement:
         """Have the router choose. Raises what it refuses."""
-        metrics, request = self.metrics, self._request.routing_request(bool(self.tokens), self._has_kv)
+        metrics = self.metrics
+        request = self._request.routing_request(bool(self.tokens), self._has_kv, self._revision)
         try:
             placement = (
                 self._services.router.place(request) if self._spans is None else self._place_told(request, self._spans)
@@ -381,7 +386,7 @@ class SequenceRunner:
 
     async def _decode(self, worker: str, request: EngineRequest) -> BiremeError | None:
         """Generate on one worker. Returns the error of its finish."""
-        began_at = time.monotonic()
+        began_at, record = time.monotonic(), self._services.members.get(worker)
         num_tokens = len(self.tokens)
         if self._spans is not None:
             request = self._spans.begin_call("decode", worker, request)
@@ -405,6 +410,7 @@ class SequenceRunner:
             self.push = self._push_again
         if has_grown:
             self._failing_since, self._backoff = 0.0, None
+            self._revision = record.revision if record is not None else ""
         if finish.reason == "cancelled":
             return RequestCancelledError("the request was aborted")
         return generation.failure or from_message(finish.error)

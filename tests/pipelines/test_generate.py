@@ -234,6 +234,21 @@ async def test_stream_goes_on_exactly_on_another_replica(bench):
     assert test.counters()[("bireme_migrations_total",)] == 1
 
 
+async def test_a_stream_goes_on_at_its_own_revision_alone(bench):
+    test = await bench(decode=3)
+    revisions = {"decode": "old", "decode_1": "new", "decode_2": "old"}
+    test.pipeline._services.set_workers(
+        {name: WorkerRecord(worker=name, revision=of) for name, of in revisions.items()}
+    )
+    call = test.ask(stream=True, routing='{"decode_worker": "decode"}')
+    await test.workers.emit(2)
+    await test.workers.lose("decode")
+    await test.workers.reached("decode_2")
+    await test.workers.emit(2)
+    await call.end()
+    assert call.tokens == EXPECTED
+
+
 @pytest.mark.parametrize(("before", "gaps"), [(0, 0), (2, 1)], ids=["no token", "two tokens"])
 async def test_a_loss_is_a_gap_between_tokens_only_where_there_were_some(bench, before, gaps):
     test = await bench(decode=2)

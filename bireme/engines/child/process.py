@@ -22,6 +22,7 @@ import msgspec
 from bireme.config import ROUTED_STAGES, KvEventsConfig, Recipe, WorkerEntry, stage_of, worker_id
 from bireme.discovery import run_folder
 from bireme.discovery.records import own_address
+from bireme.discovery.revision import model_revision
 from bireme.discovery.view import own_record
 from bireme.engines.base import Engine, EngineContext
 from bireme.engines.child.presence import Presence
@@ -128,6 +129,7 @@ class EngineProcess:
             event_endpoint=plane.event_endpoint if plane else "",
             replay_endpoint=plane.replay_endpoint if plane else "",
             step_endpoint=plane.step_endpoint if plane else "",
+            revision=model_revision(recipe.worker_model_path(stage_of(self._worker))),
             tokens_per_block=capacity.tokens_per_block,
             capacity=capacity,
             moves_own_kv=entry.kind.moves_own_kv or (transfer is not None and transfer.reaches_other_hosts),

@@ -26,6 +26,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     options: ServingOptions = NO_OPTIONS
     media: tuple[MediaSpan, ...] = ()
     is_resumed: bool = False  # tokens were delivered: it is not refused, and decode computes its context itself
+    revision: str = ""  # of the model that made the tokens which were delivered; "": any will do
     has_transfer: bool = True  # False: KV of an earlier attempt did not arrive, so decode computes the prompt
 
     def wanted(self, stage: str) -> tuple[str, int | None]:

@@ -304,9 +304,13 @@ class WorkerRouter:
 
         If the KV of the prefill worker that the request names gets to some of them, these.
         """
-        takers = next((some for some in map(self._stages["decode"].allowed, skipped) if some.any()), None)
+        masks = map(self._stages["decode"].allowed, skipped)
+        if request.revision:
+            masks = map(self._stages["decode"].is_like(request.revision).__and__, masks)
+        takers = next((some for some in masks if some.any()), None)
         if takers is None:
-            raise UnavailableError("no decode worker takes requests now; try again")
+            of_revision = f" of the model's revision {request.revision}" if request.revision else ""
+            raise UnavailableError(f"no decode worker{of_revision} takes requests now; try again")
         prefill, _ = request.wanted("prefill")
         if not has_prefill or prefill not in self._records:
             return takers

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from bireme.config import BusyRule
-from bireme.discovery.records import WorkerRecord
+from bireme.discovery.records import WorkerRecord, is_like
 from bireme.kv.kernels.arrays import Floats, Hashes, Mask
 from bireme.kv.routing.active import ActiveRequests, SentRequest
 from bireme.kv.routing.block_uses import BlockUses
@@ -193,6 +193,10 @@ class StageTargets:
             return self.is_ready
         is_free: Mask = np.array([worker not in skipped for worker in self.workers], bool)
         return self.is_ready & is_free
+
+    def is_like(self, revision: str) -> Mask:
+        """Return which may go on with tokens of this revision."""
+        return np.array([is_like(revision, target.record.revision) for target in self.targets], bool)
 
     def is_of(self, worker: str, rank: int | None = None) -> Mask:
         """Return which are a worker's, or one rank's of it; "" and None: any."""

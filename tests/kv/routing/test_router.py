@@ -453,6 +453,46 @@ def test_two_workers_that_no_kv_can_go_between_are_refused_by_name(two_hosts, de
         two_hosts.place(routing=RoutingChoice(prefill_worker="prefill@b:1", decode_worker=decode))
 
 
+def of_two_revisions():
+    """Two servers of one host with another model's content each."""
+    servers = {"a:1": "old", "b:1": "new"}
+    return [
+        record(worker, server=server, host="h", revision=revision)
+        for server, revision in servers.items()
+        for worker in ("prefill", "decode")
+    ]
+
+
+def test_prefill_and_decode_of_unlike_revisions_are_never_paired():
+    bench = RouterBench(mode="round_robin", enforce=True)
+    bench.router.set_workers(view(*of_two_revisions()))
+    pairs = {(placed.prefill, placed.decode) for placed in (bench.place() for _ in range(6))}
+    assert pairs == {("prefill@a:1", "decode@a:1"), ("prefill@b:1", "decode@b:1")}
+
+
+def test_one_whose_revision_is_not_known_works_with_any():
+    bench = RouterBench(mode="round_robin", enforce=True)
+    bench.router.set_workers(view(record("prefill", server="a:1"), record("decode", server="b:1", revision="new")))
+    assert bench.place().prefill == "prefill@a:1"
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "kv", "least_loaded", "power_of_two", "random"])
+def test_a_stream_goes_on_where_its_revision_is(mode):
+    bench = RouterBench(mode=mode)
+    bench.router.set_workers(view(*of_two_revisions()))
+    assert {bench.place(is_resumed=True, revision="old").decode for _ in range(6)} == {"decode@a:1"}
+
+
+def test_also_on_a_worker_that_was_lost_lately_and_nowhere_else():
+    bench = RouterBench(mode="round_robin")
+    bench.router.set_workers(view(*of_two_revisions()))
+    bench.router.note_down("decode@a:1")
+    assert bench.place(is_resumed=True, revision="old").decode == "decode@a:1"
+    bench.router.set_workers(view(*of_two_revisions()[2:]))
+    with pytest.raises(UnavailableError, match="no decode worker of the model's revision old takes requests now"):
+        bench.place(is_resumed=True, revision="old")
+
+
 def test_kv_that_its_engine_moves_itself_goes_to_any_host():
     bench = RouterBench(mode="round_robin", enforce=True)
     prefill = WorkerRecord(worker="prefill", server="a:1", host="a", moves_own_kv=True)
