@@ -484,6 +484,17 @@ class SupervisorConfig(Settings, frozen=True, kw_only=True):
     slow_restart_s: Duration = 60.0  # between lives once max_restarts are used up; 0: the worker stays down
 
 
+AliasSet = Literal["triton_trtllm", "dynamo", "vllm"]
+
+
+class MetricsConfig(Settings, frozen=True, kw_only=True):
+    """What the pages of metrics have: docs/observability.md."""
+
+    # Names under which others look: of Triton's TensorRT-LLM backend, of Dynamo, of vLLM; bireme's own are always there
+    aliases: tuple[AliasSet, ...] = ()
+    max_accounts: NotNegative = 1000  # API keys whose use is counted; that of further ones is (other). 0: none is
+
+
 class GrpcTlsConfig(Settings, frozen=True, kw_only=True):
     """TLS of tritonserver's gRPC port, which then asks clients for certificates. Files in PEM, beside the recipe."""
 
@@ -528,6 +539,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
     memory_service: MemoryServiceConfig = MemoryServiceConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     grpc_tls: GrpcTlsConfig = GrpcTlsConfig()
+    metrics: MetricsConfig = MetricsConfig()
     chat: ChatConfig = ChatConfig()
     frontend: FrontendConfig = FrontendConfig()
     video: VideoConfig = VideoConfig()

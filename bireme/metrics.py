@@ -15,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from bireme.messages import Capacity
+
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]  # values, in the order of MetricSpec.labels
 
@@ -105,6 +107,7 @@ TABLE: dict[str, MetricSpec] = {
         _gauge("bireme_kv_blocks_used", "KV blocks referenced by requests or leases."),
         _gauge("bireme_kv_blocks_cached", "Unreferenced KV blocks kept for reuse."),
         _gauge("bireme_kv_blocks_total", "KV blocks of the pool."),
+        _gauge("bireme_kv_block_tokens", "Tokens that a KV block holds."),
         _counter(
             "bireme_kv_matched_tokens_total",
             "Prompt tokens found in KV blocks, by the tier where they lay (device, host, disk).",
@@ -159,6 +162,10 @@ TABLE: dict[str, MetricSpec] = {
         _gauge("bireme_weights_attach_seconds", "Time in which this engine life mapped shared weights."),
         _gauge("bireme_weights_shared_bytes", "Weights of this engine that the memory service keeps."),
         _gauge("bireme_weights_engines", "Engines that share these weights now."),
+        _gauge("bireme_engine_max_batch_size", "Requests that a step of the engine takes."),
+        _gauge("bireme_engine_max_num_tokens", "Tokens that a step of the engine takes."),
+        _gauge("bireme_engine_max_queue_size", "Requests that may wait in the engine; more are refused."),
+        _gauge("bireme_engine_max_seq_len", "Tokens of a sequence, the prompt's and generated ones."),
         _counter("bireme_engine_restarts_total", "Engine processes started again, by cause.", "cause"),
         _gauge("bireme_engine_asleep", "1 while the worker sleeps: its engine has given back its memory."),
         _gauge("bireme_engine_up", "1 when the engine process is ready."),
@@ -222,6 +229,24 @@ TABLE: dict[str, MetricSpec] = {
         _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on."),
         _counter("bireme_batch_lines_total", "Lines of batches answered, by status of the answer.", "status"),
         _counter("bireme_rate_limited_total", "Requests refused by a key's own limit.", "key"),
+        _counter(
+            "bireme_key_prompt_tokens_total", "Prompt tokens of an API key's requests, as their usage says.", "key"
+        ),
+        _counter("bireme_key_cached_tokens_total", "Of those, tokens taken from KV block reuse.", "key"),
+        _counter("bireme_key_computed_tokens_total", "Prompt tokens that engines computed for a key.", "key"),
+        _counter("bireme_key_generated_tokens_total", "Tokens generated for a key.", "key"),
+        _counter(
+            "bireme_key_engine_seconds_total",
+            "Time that a key's sequences spent in engines' prefill and decode; those of one batch share it.",
+            "key",
+        ),
+        _gauge("bireme_model_requests_active", "Requests of a model that the frontend is working on.", "model"),
+        _gauge(
+            "bireme_model_requests_queued", "Of their sequences, those without a token. For Dynamo's names.", "model"
+        ),
+        _histogram("bireme_answered_prompt_tokens", "Prompt tokens of a sequence. For Dynamo's names.", _TOKENS),
+        _histogram("bireme_answered_cached_tokens", "Of those, cached ones. For Dynamo's names.", _TOKENS),
+        _histogram("bireme_answered_generated_tokens", "Tokens of an answer. For Dynamo's names.", _TOKENS),
         _counter("bireme_embedding_cache_hits_total", "Pictures that needed no encoding."),
         _counter("bireme_embedding_cache_misses_total", "Pictures that had to be encoded."),
         _counter("bireme_embedding_cache_evictions_total", "Embeddings dropped for want of room."),
@@ -340,3 +365,15 @@ class Registry:
 
 encode_delta = msgspec.msgpack.Encoder().encode
 decode_delta = msgspec.msgpack.Decoder(MetricDelta).decode
+
+
+def limits_of(capacity: Capacity, worker: str) -> MetricDelta:
+    """Return what a worker takes, as levels."""
+    levels = {
+        "bireme_engine_max_batch_size": capacity.max_batch_size,
+        "bireme_engine_max_num_tokens": capacity.max_num_tokens,
+        "bireme_engine_max_queue_size": capacity.max_queue_size,
+        "bireme_engine_max_seq_len": capacity.max_seq_len,
+        "bireme_kv_block_tokens": capacity.tokens_per_block,
+    }
+    return MetricDelta([], [(name, (worker,), float(level)) for name, level in levels.items()], [])

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import CHECKOUT
+from bireme.metric_aliases import OF_FRONTENDS, OF_WORKERS, Alias
 from bireme.metrics import TABLE, MetricSpec
 
 PAGE = CHECKOUT / "docs" / "metrics.md"
@@ -39,10 +40,24 @@ PARTS: dict[str, tuple[str, ...]] = {
     "Engines, [engine_process.md](engine_process.md)": ("bireme_engine_",),
     "Pictures, [multimodal.md](multimodal.md)": ("bireme_embedding_", "bireme_image"),
     "Videos, [video.md](video.md)": ("bireme_video_",),
-    "Frontend, [openai.md](openai.md)": ("bireme_frontend_", "bireme_http_", "bireme_rate_limited_", "bireme_batch_"),
+    "Frontend, [openai.md](openai.md)": (
+        *("bireme_frontend_", "bireme_http_", "bireme_rate_limited_", "bireme_batch_"),
+        *("bireme_key_", "bireme_model_", "bireme_answered_"),
+    ),
     "Requests and tokens": ("bireme_",),
     "TensorRT-LLM's own, [trtllm.md](trtllm.md)": ("trtllm_",),
 }
+OTHER_NAMES = """\
+## Other names, [gateways.md](gateways.md)
+
+With `metrics.aliases` in recipe.yaml the pages have these, too: the same counts under the names of others. Workers' \
+are on Triton's page, the frontend's on its own. Labels are those that a name has beside the set's: `model` and \
+`version`; `model_name` and `engine`; `model`, `worker_id`, `dynamo_namespace`, `dynamo_component` and \
+`dynamo_endpoint`; of the frontend `model`.
+
+| set | name | type | labels | made of |
+|---|---|---|---|---|
+"""
 
 
 def text() -> str:
@@ -55,7 +70,16 @@ def text() -> str:
         pieces.append(f"## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n{rows}\n")
     if left:
         raise ValueError(f"no part of the page takes {', '.join(left)}; see PARTS")
-    return "\n".join(pieces)
+    names = [f"| {name} | {alias_row(one)} |\n" for name, own in OF_WORKERS.items() for one in own]
+    names += [f"| {name}, frontend | {alias_row(one)} |\n" for name, own in OF_FRONTENDS.items() for one in own]
+    return "\n".join([*pieces, OTHER_NAMES + "".join(names)])
+
+
+def alias_row(alias: Alias) -> str:
+    fixed = [f'{label}="{value}"' for label, value in alias.fixed.items()]
+    labels = ", ".join([*fixed, *filter(None, (alias.renamed,)), *alias.told])
+    only = f" of {alias.only[0]}" if alias.only else ""
+    return f"`{alias.name}` | {alias.kind} | {labels} | {alias.made_of}{only}"
 
 
 def row_of(spec: MetricSpec) -> str:

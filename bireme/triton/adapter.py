@@ -26,6 +26,7 @@ from bireme.config import WORKER_STAGES, Recipe, instance_name, missing_worker, 
 from bireme.discovery import live_settings
 from bireme.discovery.pulse import BEAT_S, SHM, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
+from bireme.metric_aliases import aliases_of_worker
 from bireme.metrics import Registry
 from bireme.own_process import freeze_gc, reuse_memory, watch_parent
 from bireme.recipe_files import load_recipe
@@ -127,7 +128,7 @@ class Adapter:
         self._metrics = Registry(self._name)
         self._senders = Senders()
         self._poller = CancelPoller()
-        self._publisher = MetricsPublisher(self._metrics, self._collect_metrics)
+        self._publisher = MetricsPublisher(self._metrics, self._collect_metrics, aliases_of_worker(recipe, self._name))
         self._loop = EventLoop(self._model_name)
 
     def _make_stage(self, recipe: Recipe) -> Stage:

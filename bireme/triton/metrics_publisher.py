@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from bireme.metric_aliases import Aliases
 from bireme.metrics import TABLE, Labels, MetricDelta, MetricSpec, Registry
 
 PERIOD_S = 0.25
@@ -24,10 +25,13 @@ logger = logging.getLogger("bireme.triton")
 class MetricsPublisher:
     """The thread; `collect` is called before each turn, for sums that are kept elsewhere."""
 
-    def __init__(self, registry: Registry, collect: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, registry: Registry, collect: Callable[[], None] = lambda: None, aliases: Aliases | None = None
+    ) -> None:
         self._registry = registry
         self._collect = collect
-        self._series = _Series()
+        self._aliases = aliases
+        self._series = _Series(TABLE | aliases.specs if aliases is not None else TABLE)
         self._stops = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-publisher", daemon=True)
         self._thread.start()
@@ -41,7 +45,10 @@ class MetricsPublisher:
             is_last = self._stops.wait(PERIOD_S)
             try:
                 self._collect()
-                self._series.publish(self._registry.take_delta())
+                delta = self._registry.take_delta()
+                self._series.publish(delta)
+                if self._aliases is not None:
+                    self._series.publish(self._aliases.translate(delta))
             except Exception:
                 logger.exception("publish_failed")
             if is_last:
@@ -51,20 +58,21 @@ class MetricsPublisher:
 class _Series:
     """Triton's families and metrics, made on first use; touched by the publisher's thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, specs: Mapping[str, MetricSpec]) -> None:
+        self._specs = specs
         self._families: dict[str, Any] = {}  # without a reference Triton refuses their metrics
         self._metrics: dict[tuple[str, Labels], Any] = {}
         self._gauges: dict[tuple[str, Labels], float] = {}  # last value set
 
     def publish(self, delta: MetricDelta) -> None:
         for name, labels, amount in delta.counters:
-            self._increment(name, TABLE[name], labels, amount)
+            self._increment(name, self._specs[name], labels, amount)
         for name, labels, value in delta.gauges:
             if self._gauges.get((name, labels)) != value:
-                self._metric(name, TABLE[name], labels).set(value)
+                self._metric(name, self._specs[name], labels).set(value)
                 self._gauges[name, labels] = value
         for name, labels, counts, total in delta.histograms:
-            self._publish_histogram(TABLE[name], labels, counts, total)
+            self._publish_histogram(self._specs[name], labels, counts, total)
 
     def _publish_histogram(self, spec: MetricSpec, labels: Labels, counts: Sequence[int], total: float) -> None:
         bounds = [_bound(bound) for bound in spec.buckets] + ["+Inf"]

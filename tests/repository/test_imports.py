@@ -18,7 +18,8 @@ ROWS = (
     ("errors", "best_effort", "canary_mark", "coalescing", "engine_kinds", "own_process", "child_process")
     + ("private_files",),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
-    + ("parameters", "serving_options", "stop_signals", "gathering", "inbox", "own_work", "request_trace"),
+    + ("parameters", "serving_options", "stop_signals", "gathering", "inbox", "own_work", "request_trace")
+    + ("metric_aliases",),
     ("recipe_files", "llm_args"),
     ("kv", "text", "logits", "multimodal", "video", "discovery", "observability"),
     ("engines",),

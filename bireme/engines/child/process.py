@@ -35,7 +35,7 @@ from bireme.errors import ConfigError, UnavailableError, to_message
 from bireme.kv.transfer.base import KvTransfer
 from bireme.kv.wire.step_records import StepRing
 from bireme.messages import Capacity
-from bireme.metrics import Registry
+from bireme.metrics import Registry, limits_of
 from bireme.own_process import freeze_gc, reuse_memory
 from bireme.own_work import SUFFIX, OwnWork
 from bireme.stop_signals import on_stop_signal
@@ -111,6 +111,7 @@ class EngineProcess:
         capacity = self._engine.start(self._server.emit)
         if not capacity.load_s:
             capacity = msgspec.structs.replace(capacity, load_s=time.monotonic() - self._began_at)
+        self._metrics.merge(limits_of(capacity, self._worker))
         key = run_folder.deployment_key(folder)
         plane = self._make_publisher(recipe, entry, key, capacity)
         if share is not None:  # its endpoint is known now that the engine has started it
