@@ -26,6 +26,7 @@ from bireme.discovery.store import with_discovery
 from bireme.errors import ConfigError
 from bireme.launch.processes import started_at
 from bireme.launch.run_folder import FILES, RESPONSES
+from bireme.metric_aliases import aliases_of_frontend
 from bireme.metrics import Registry
 from bireme.observability.entry import open_traces
 from bireme.openai.app import Frontend
@@ -140,8 +141,12 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     def having(stage: str) -> list[tuple[Recipe, str | None]]:
         return [(recipe, address) for recipe, address in served if stage in recipe.workers]
 
-    models = Models([ServedModel.connect(*one, metrics) for one in having("decode")])
-    embedders = EmbeddingModels([EmbeddingModel.connect(*one, metrics) for one in having("embedding")])
+    def own_metrics(recipe: Recipe) -> Registry:
+        """Other names tell models apart."""
+        return metrics if aliases_of_frontend(recipe, metrics.worker) is None else Registry(metrics.worker)
+
+    models = Models([ServedModel.connect(*one, own_metrics(one[0])) for one in having("decode")])
+    embedders = EmbeddingModels([EmbeddingModel.connect(*one, own_metrics(one[0])) for one in having("embedding")])
     videos = VideoModels(
         [connect_video(recipe, at, metrics, url) for recipe, at in having("video_diffusion") if at is not None]
     )

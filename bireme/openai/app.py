@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from bireme import __version__
 from bireme.config import FrontendConfig
 from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
-from bireme.metrics import MetricDelta, Registry
+from bireme.metric_aliases import Aliases, aliases_of_frontend
+from bireme.metrics import MetricDelta, Registry, limits_of
 from bireme.observability.traces import Traces
+from bireme.openai.accounts import AccountNames, Accounts
 from bireme.openai.batch.line_gate import Endpoint
 from bireme.openai.batch.routes import FileRoutes
 from bireme.openai.call_traces import TRACED_PATHS, CallTraces, note_failure
@@ -95,7 +97,12 @@ class Frontend:
         self._files_folder = files_folder
         self._followed, self._tasks = followed, list[asyncio.Task[None]]()
         self._files: FileRoutes | None = None
-        self._page = MetricsPage(metrics)
+        self._names: AccountNames | None = None
+        self._served: list[FollowedModel] = [*models, *self._embedders]
+        self._aliases = _aliases_of(self._served, metrics.worker)
+        named = [(model.services.metrics, aliases) for model, aliases in self._aliases.items()]
+        self._page = MetricsPage(metrics, named)
+        self._open_accounts()
         self._live_feed: LiveFeed | None = None
         self._playground = PlaygroundFiles() if self._config.playground else None
         self._playground_paths = self._playground.paths if self._playground else frozenset()
@@ -107,9 +114,18 @@ class Frontend:
         self._num_active = 0
         self.readiness: Readiness | None = None
 
+    def _open_accounts(self) -> None:
+        """Where keys have accounts, or Dynamo's names are asked for."""
+        for model in self._served:
+            limit = model.recipe.metrics.max_accounts if self._keys is not None else 0
+            if self._keys is not None and limit and self._names is None:
+                self._names = AccountNames(self._keys, limit)
+            if limit or model in self._aliases:
+                model.services.observer = Accounts(model.services.metrics, self._names, model in self._aliases)
+
     async def start(self) -> None:
         pacer = Pacer()
-        followed = [*self._models, *self._embedders]
+        followed = self._served
         for model in followed:
             model.start()
         chats = ChatCompletions(self._models, pacer, self._streams)
@@ -166,7 +182,7 @@ class Frontend:
             self._pulse = asyncio.get_running_loop().create_task(pulse.run())
         if self._member is not None:
             answers: dict[str, Answer] = {LIVE: lambda _: live.part()} if (live := self._live_feed) is not None else {}
-            self._teller = await self._member.tell(self._page.totals, answers)
+            self._teller = await self._member.tell(self._totals, answers)
 
     def _live_routes(self, models: Sequence[FollowedModel], readiness: Readiness) -> dict[str, dict[str, Handler]]:
         if not self._config.live_viewers:
@@ -348,14 +364,34 @@ class Frontend:
         await call.reply(200, encode_json({"version": __version__}))
 
     async def _show_metrics(self, call: Call) -> None:
-        self._metrics.set("bireme_http_requests_active", self._num_active)
+        self._note_levels()
         others = await self._member.ask_totals() if self._member is not None else []
         only_key = None if call.tenant.is_operator else call.tenant.name
         assert self.readiness is not None
         is_ready, _ = await self.readiness.report()  # asks the workers, at most once a second
-        level = ("bireme_frontend_ready", (self._metrics.worker,), float(is_ready))  # of all processes, not their sum
-        page = self._page.text([*others, MetricDelta([], [level], [])], only_key)
+        level = ("bireme_frontend_ready", (self._metrics.worker,), float(is_ready))
+        page = self._page.text(others, only_key, [MetricDelta([], [level], []), *self._limits()])
         await call.reply(200, page, (b"content-type", CONTENT_TYPE))
+
+    def _limits(self) -> Iterator[MetricDelta]:
+        """Yield what a worker of each model takes, under other names; on workers' own page it has ours."""
+        for model, aliases in self._aliases.items():
+            if (capacity := model.capacity) is not None:
+                limits = limits_of(capacity, self._metrics.worker)
+                limits.gauges.append(("bireme_kv_blocks_total", (self._metrics.worker,), capacity.num_blocks))
+                yield aliases.translate(limits)
+
+    def _totals(self) -> MetricDelta:
+        self._note_levels()
+        return self._page.totals()
+
+    def _note_levels(self) -> None:
+        self._metrics.set("bireme_http_requests_active", self._num_active)
+        for model in self._served:
+            services = model.services
+            services.metrics.set("bireme_model_requests_active", services.num_active, model.name)
+            if model in self._aliases and isinstance(services.observer, Accounts):
+                services.metrics.set("bireme_model_requests_queued", services.observer.num_queued, model.name)
 
     async def _show_openapi(self, call: Call) -> None:
         await call.reply(200, encode_json(openapi(*([model.name for model in kind] for kind in self._kinds))))
@@ -374,6 +410,11 @@ class Frontend:
             now = time.monotonic()
             for stream in [stream for stream in self._streams if now - stream.written_at >= interval_s]:
                 stream.comment()
+
+
+def _aliases_of(models: Sequence[FollowedModel], worker: str) -> dict[FollowedModel, Aliases]:
+    found = {model: aliases_of_frontend(model.recipe, worker) for model in models}
+    return {model: aliases for model, aliases in found.items() if aliases is not None}
 
 
 def _keys_in(call: Call) -> list[list[bytes]]:

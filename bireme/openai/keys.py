@@ -133,6 +133,7 @@ class ApiKeys:
         self._share = share
         self._canary = [(hashlib.sha256(canary_key.encode()).digest(), OPEN)] if canary_key else []
         self._tenants: list[tuple[bytes, Tenant]] = []
+        self._names: dict[str, str] = {}  # cache salt -> name, of former keys too: their requests may be under way
         self.replace(entries)
 
     def replace(self, entries: tuple[KeyEntry, ...]) -> None:
@@ -144,6 +145,7 @@ class ApiKeys:
             tenant.change(entry)
             tenants.append((bytes.fromhex(entry.sha256), tenant))
         self._tenants = tenants + self._canary
+        self._names |= {tenant.cache_salt("").rstrip("."): tenant.name for _, tenant in tenants}
 
     def tenant(self, authorization: Sequence[bytes], api_key: Sequence[bytes] = ()) -> Tenant:
         """Return the tenant of these headers (KEY_HEADERS). Raises HttpError 401.
@@ -160,6 +162,10 @@ class ApiKeys:
     def named(self, name: str) -> Tenant | None:
         """Return the tenant whose key has this name; None: there is none now."""
         return next((tenant for _, tenant in self._tenants if tenant.name == name), None)
+
+    def name_of(self, cache_salt: str) -> str:
+        """Return the name of the key under whose salt a request runs; "": of none."""
+        return self._names.get(cache_salt.partition(".")[0], "")
 
 
 def _key_of(authorization: Sequence[bytes], api_key: Sequence[bytes]) -> bytes:

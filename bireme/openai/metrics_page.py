@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from bireme.metric_aliases import Aliases
 from bireme.metrics import TABLE, Labels, MetricDelta, MetricSpec, Registry
 
 Histogram = tuple[list[int], float]  # counts a bucket, the sum
@@ -19,30 +20,44 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 
 
 class MetricsPage:
-    def __init__(self, registry: Registry) -> None:
-        self._source = registry
-        self._own = _Sums()
+    def __init__(self, registry: Registry, more: Sequence[tuple[Registry, Aliases]] = ()) -> None:
+        """`more`: registries whose metrics have other names, too."""
+        plain = [] if any(registry is own for own, _ in more) else [(registry, None)]
+        self._sources: list[tuple[Registry, Aliases | None]] = [*plain, *more]
+        self._specs = dict(TABLE)
+        for _, aliases in more:
+            self._specs |= aliases.specs
+        self._own = _Sums(self._specs)
 
-    def text(self, others: Iterable[MetricDelta] = (), only_key: str | None = None) -> bytes:
+    def text(
+        self, others: Iterable[MetricDelta] = (), only_key: str | None = None, levels: Iterable[MetricDelta] = ()
+    ) -> bytes:
         """Return the page; `others` are the totals of processes that serve the same port. `only_key`: no other API key
-        is named.
+        is named. `levels`: what is the same in all processes.
         """
-        sums = _Sums()
+        sums = _Sums(self._specs)
         for totals in (self.totals(), *others):
             shown = totals if only_key is None else _without_other_keys(totals, only_key)
             sums.add(shown, has_levels_of_its_own=True)
+        for level in levels:
+            sums.add(level)
         page = CollectorRegistry(auto_describe=False)
         page.register(sums)
         return generate_latest(page)
 
     def totals(self) -> MetricDelta:
-        self._own.add(self._source.take_delta())
+        for source, aliases in self._sources:
+            delta = source.take_delta()
+            self._own.add(delta)
+            if aliases is not None:
+                self._own.add(aliases.translate(delta))
         return self._own.totals()
 
 
 def _without_other_keys(totals: MetricDelta, only: str) -> MetricDelta:
     def is_shown(name: str, labels: Sequence[str]) -> bool:
-        return dict(zip(TABLE[name].labels, labels, strict=True)).get(KEY_LABEL, only) == only
+        spec = TABLE.get(name)  # other names have no keys
+        return spec is None or dict(zip(spec.labels, labels, strict=True)).get(KEY_LABEL, only) == only
 
     return MetricDelta(
         [row for row in totals.counters if is_shown(row[0], row[1])],
@@ -52,7 +67,8 @@ def _without_other_keys(totals: MetricDelta, only: str) -> MetricDelta:
 
 
 class _Sums(Collector):
-    def __init__(self) -> None:
+    def __init__(self, specs: Mapping[str, MetricSpec]) -> None:
+        self._specs = specs
         self._counters: dict[Key, float] = {}
         self._gauges: dict[Key, float] = {}
         self._histograms: dict[Key, Histogram] = {}
@@ -80,12 +96,12 @@ class _Sums(Collector):
     def collect(self) -> Iterator[Metric]:
         for kind, levels in ((CounterMetricFamily, self._counters), (GaugeMetricFamily, self._gauges)):
             for name, values in _by_name(levels).items():
-                family = kind(name, TABLE[name].help, labels=TABLE[name].labels)
+                family = kind(name, self._specs[name].help, labels=self._specs[name].labels)
                 for labels, value in values.items():
                     family.add_metric(labels, value)
                 yield family
         for name, histograms in _by_name(self._histograms).items():
-            yield _histogram(TABLE[name], histograms)
+            yield _histogram(self._specs[name], histograms)
 
 
 def _by_name(values: Mapping[Key, _T]) -> dict[str, dict[Labels, _T]]:

@@ -135,6 +135,7 @@ class SequenceRunner:
         self._was_in_stall = False  # of its last engine, and perhaps for its sake
         self._lost_at = 0.0
         self._lost_ms = 0.0  # decode time of lost attempts
+        self._usage: Usage | None = None  # of a sequence that has ended well
 
     @property
     def tokens(self) -> list[int]:
@@ -143,6 +144,31 @@ class SequenceRunner:
     @property
     def finish_reason(self) -> str:
         return self._stream.finish_reason
+
+    @property
+    def prompt(self) -> Ids:
+        return self._request.prompt
+
+    @property
+    def cache_salt(self) -> str:
+        return self._request.options.cache_salt
+
+    def known_usage(self) -> Usage:
+        """Return the account of what engines have computed, once it has ended.
+
+        Of one that was cancelled or failed that is what had reached this process: delivered tokens, a prompt that has
+        led to one or whose prefill was done, and the time since.
+        """
+        if self._usage is not None:
+            return msgspec.structs.replace(self._usage, completion_tokens=len(self.tokens))
+        prefill = self._prefill[1] if self._prefill is not None else Usage()
+        return Usage(
+            prompt_tokens=len(self.prompt) if self.first_token_at or self._prefill is not None else 0,
+            cached_tokens=prefill.cached_tokens,
+            completion_tokens=len(self.tokens),
+            prefill_ms=prefill.prefill_ms,
+            decode_ms=1e3 * (time.monotonic() - self.first_token_at) if self.first_token_at else 0.0,
+        )
 
     def _push_first(self, tokens: Sequence[int], logprobs: Logprobs = None, prompt_logprobs: Logprobs = None) -> None:
         self.first_token_at = time.monotonic()
@@ -400,6 +426,7 @@ class SequenceRunner:
             self._ended = None
         has_grown = len(self.tokens) > num_tokens
         if self._stream.finish_reason:
+            self._usage = finish.usage
             self._services.router.note_up(worker)
             if self._lease is not None and has_grown:
                 self._lease.state = _KvState.CLAIMED

@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from bireme.canary_mark import is_canary
 from bireme.config import Recipe
@@ -19,14 +19,41 @@ from bireme.discovery.records import WorkerRecord
 from bireme.discovery.view import WorkerView
 from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.routing.router import WorkerRouter
-from bireme.messages import Capacity
+from bireme.messages import Capacity, Usage
 from bireme.metrics import Registry
 from bireme.observability.traces import Traces
 from bireme.pipelines.faults import FaultKind, FaultLog
 from bireme.pipelines.routing import recipe_workers
+from bireme.request import Ids
 from bireme.workers.base import WorkerClient
 
 logger = logging.getLogger("bireme.pipeline")
+
+
+class SequenceAccount(Protocol):
+    """What an observer may know of a sequence."""
+
+    first_token_at: float  # time.monotonic(); 0: there is none
+
+    @property
+    def prompt(self) -> Ids: ...
+
+    @property
+    def cache_salt(self) -> str: ...
+
+    def known_usage(self) -> Usage: ...
+
+
+class SequenceObserver(Protocol):
+    """Follows the sequences of a pipeline for its accounts. On the loop; must be quick and must not raise."""
+
+    def began(self, sequences: Sequence[SequenceAccount]) -> None: ...
+
+    def ended(self, sequences: Sequence[SequenceAccount]) -> None:
+        """Called once for what began, however it went."""
+
+    def embedded(self, key: str, num_tokens: int) -> None:
+        """Texts of an API key, by its name, were embedded."""
 
 
 @dataclass(slots=True)
@@ -38,6 +65,7 @@ class Services:
     router: WorkerRouter
     metrics: Registry
     num_active: int = 0
+    observer: SequenceObserver | None = None
     members: Mapping[str, WorkerRecord] = field(default_factory=dict)  # by worker id, those that drain among them
     discovery: WorkerView | None = None
     faults: FaultLog | None = None  # None: nobody asks for them

@@ -33,11 +33,15 @@ async def run_sequences(
         )
         for index, (request, output) in enumerate(zip(sequence_requests, outputs, strict=True))
     ]
+    if services.observer is not None:
+        services.observer.began(sequences)
     try:
         await _all(sequences)
     finally:
         for sequence in sequences:
             _measure(sequence, arrived_at)
+        if services.observer is not None:
+            services.observer.ended(sequences)
     return sequences
 
 

@@ -235,6 +235,48 @@ STEPS = Row(
     is_rare=True,
 )
 
+OF_MODELS = by("model")
+ACCOUNTS = Row(
+    "API keys and models",
+    [
+        [
+            lines(
+                "Prompt tokens of keys",
+                {
+                    "bireme_key_prompt_tokens_total": "prompt",
+                    "bireme_key_cached_tokens_total": "cached",
+                    "bireme_key_computed_tokens_total": "computed",
+                },
+                TOKENS_A_SECOND,
+                choice=by("key"),
+            ),
+            lines("Generated tokens of keys", "bireme_key_generated_tokens_total", TOKENS_A_SECOND, choice=by("key")),
+            lines("Engines' time of keys", "bireme_key_engine_seconds_total", units.PercentUnit, choice=by("key")),
+        ],
+        [
+            lines(
+                "Requests of models",
+                {"bireme_model_requests_active": "active", "bireme_model_requests_queued": "without a token"},
+                choice=OF_MODELS,
+            ),
+            percentiles("Prompt tokens of a sequence", "bireme_answered_prompt_tokens", units.Short),
+            percentiles("Cached tokens of a sequence", "bireme_answered_cached_tokens", units.Short),
+            percentiles("Tokens of an answer", "bireme_answered_generated_tokens", units.Short),
+        ],
+        [
+            lines(
+                "What a step takes",
+                {"bireme_engine_max_batch_size": "requests", "bireme_engine_max_num_tokens": "tokens"},
+                combine="max",
+            ),
+            lines("Longest sequence", "bireme_engine_max_seq_len", combine="max"),
+            lines("Room in the queue", "bireme_engine_max_queue_size"),
+            lines("Tokens of a KV block", "bireme_kv_block_tokens", combine="max"),
+        ],
+    ],
+    is_rare=True,
+)
+
 WEIGHTS = Row(
     "Weights",
     [
@@ -307,5 +349,5 @@ BOARD = Board(
     "serving",
     "bireme: serving",
     "What clients get and how fast: traffic, latency, outcomes, queues, the frontend and the engines.",
-    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, STEPS, WEIGHTS, MEDIA, TRTLLM),
+    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, ACCOUNTS, STEPS, WEIGHTS, MEDIA, TRTLLM),
 )

@@ -61,10 +61,11 @@ class Embeddings:
             texts = texts_of(body, model.recipe.limits)
             name_of = _one("input") if isinstance(body.input, str) or isinstance(body.input[0], int) else _many("input")
             ids = await model.embeddings.encode(texts, body.prompt_name, name_of)
-            num_tokens = _charge(call, ids)
+            num_tokens = _take_tokens(call, ids)
             call.is_canary = is_canary(body.user or "")
             canary = body.user or "" if call.is_canary else ""
             rows = await call.unless_gone(model.embeddings.embed(ids, body.dimensions or 0, canary, call.trace))
+            _charge(call, model, num_tokens)
             data = await _embeddings_json(rows, body.encoding_format == "base64")
             call.notes["outcome"] = "stop"
             usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -116,12 +117,18 @@ def _check_dimensions(model: EmbeddingModel, dimensions: int | None) -> None:
         raise RequestError(f"dimensions: {dimensions}; this model has 1 to {capacity.embedding_size}")
 
 
-def _charge(call: Call, ids: Sequence[Ids]) -> int:
+def _take_tokens(call: Call, ids: Sequence[Ids]) -> int:
     """Count the tokens, and take them from the key's. Raises RateLimitError."""
     num_tokens = sum(map(len, ids))
     call.tenant.take_prompt(num_tokens)
     call.notes["prompt_tokens"] = num_tokens
     return num_tokens
+
+
+def _charge(call: Call, model: EmbeddingModel, num_tokens: int) -> None:
+    """Put them on the account of the key, if it has one."""
+    if model.services.observer is not None and not call.is_canary:
+        model.services.observer.embedded(call.tenant.name, num_tokens)
 
 
 async def _scores(
@@ -133,10 +140,11 @@ async def _scores(
     document = next((name for name in ("document", "passage") if name in known), None)
     ids = await model.embeddings.encode(list(firsts), query, names[0])
     ids += await model.embeddings.encode(list(seconds), document, names[1])
-    num_tokens = _charge(call, ids)
+    num_tokens = _take_tokens(call, ids)
     if len(ids) > (limit := model.recipe.limits.max_embedding_inputs):
         raise RequestError(f"{len(ids)} texts; limits.max_embedding_inputs is {limit}, send fewer")
     rows = await call.unless_gone(model.embeddings.embed(ids, trace=call.trace))
+    _charge(call, model, num_tokens)
     alike = _SIMILARITIES[model.embeddings.texts.similarity]
     scores: list[float] = alike(rows[: len(firsts)], rows[len(firsts) :]).tolist()
     call.notes["outcome"] = "stop"
