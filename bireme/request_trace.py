@@ -124,6 +124,7 @@ class TracedSequence(msgspec.Struct):
     options: ServingOptions = NO_OPTIONS
     usage: Usage | None = None  # None: it has no end
     finish_reason: str = ""
+    num_tokens: int = 0  # that came to the entry
     first_token_us: int = 0  # 0: none came
     token_times: TokenTimes | None = None
 

@@ -208,9 +208,12 @@ class SequenceRunner:
             whole = self._whole(finish)
             if self._spans is not None:
                 self._spans.decoded(finish)
-            self._stream.finish(whole)
-            if self._spans is not None and self._stream.finish_reason:
-                self._spans.ended(whole, self._stream.finish_reason)
+            self._end(whole)
+
+    def _end(self, finish: Finish) -> None:
+        self._stream.finish(finish)
+        if self._spans is not None and self._stream.finish_reason:
+            self._spans.ended(finish, self._stream.finish_reason)
 
     def _settle(self, finish: Finish) -> None:
         if self._ended is not None and not self._ended.done():
@@ -240,7 +243,7 @@ class SequenceRunner:
                     return
                 except (UnavailableError, ResourceExhaustedError) as error:
                     if placement is not None and self._has_all_tokens(placement.decode):  # only its end was lost
-                        self._stream.finish(self._whole(Finish("length", Usage())))
+                        self._end(self._whole(Finish("length", Usage(completion_tokens=len(self.tokens)))))
                         return
                     if self._spans is not None:
                         self._spans.note_error(error)
@@ -250,7 +253,7 @@ class SequenceRunner:
                     if placement is not None:
                         self._services.router.finished(placement)
                     if self._spans is not None:
-                        self._spans.end_attempt()
+                        self._spans.end_attempt(len(self.tokens))
                 if pause_s:
                     await asyncio.sleep(pause_s)
         finally:

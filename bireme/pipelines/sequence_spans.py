@@ -34,8 +34,9 @@ class SequenceSpans:
             self._attempt.attributes["after"] = self._error
         self._error = ""
 
-    def end_attempt(self) -> None:
-        """End it with the error that is being raised, if any, or the one that was noted."""
+    def end_attempt(self, num_tokens: int) -> None:
+        """Note how many tokens there are. End it with the error that is raised, if any, or the one that was noted."""
+        self._sequence.num_tokens = num_tokens
         error = sys.exception()
         text = error_text(error) if error is not None else self._error
         if self._call is not None:

@@ -100,6 +100,20 @@ async def test_a_cancelled_request_says_so_where_it_was(bench):
     check_tree(trace)
     errors = {span.name: span.error.partition(":")[0] for span in trace.spans if span.error}
     assert errors == {"generate": "CANCELLED", "attempt": "CANCELLED", "decode": "CANCELLED"}
+    assert trace.sequences[0].num_tokens == 1
+
+
+async def test_a_sequence_of_which_only_the_end_was_lost_has_its_account(bench):
+    test = await traced(bench)
+    call = test.ask()
+    await test.workers.reached("decode")
+    test.workers.running[0].sink.push([5, 6, 7, 8])
+    test.workers.running[0].fail(EngineLostError("its engine died"))
+    await call.end()
+    [trace] = test.read
+    check_tree(trace)
+    [sequence] = trace.sequences
+    assert (sequence.finish_reason, sequence.num_tokens, sequence.usage.completion_tokens) == ("length", 4, 4)
 
 
 async def test_a_request_that_fails_ends_its_tree_with_the_error(bench):
