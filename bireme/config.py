@@ -513,10 +513,21 @@ class TracesConfig(Settings, frozen=True, kw_only=True):
     service_name: str = "bireme"
 
 
+class RequestLogConfig(Settings, frozen=True, kw_only=True):
+    """Records of requests that have ended, a line each, without their text: docs/observability.md."""
+
+    # Folder and beginning of the files' names (relative to the recipe; $NAME and ~ are expanded); "": no log
+    path: str = ""
+    max_bytes: Annotated[int, msgspec.Meta(ge=64 << 10)] = 64 << 20  # of a file; then the next one is begun
+    max_files: Positive = 16  # full ones that a process keeps, compressed; the oldest go
+    trace_block_size: Positive = 64  # tokens of a prompt that one hash stands for
+
+
 class ObservabilityConfig(Settings, frozen=True, kw_only=True):
     """What entries (frontend, stubs of pipelines) tell of each request beside metrics."""
 
     traces: TracesConfig = TracesConfig()
+    request_log: RequestLogConfig = RequestLogConfig()
 
 
 class Recipe(Settings, frozen=True, kw_only=True):

@@ -88,6 +88,11 @@ TABLE: dict[str, MetricSpec] = {
     for spec in (
         _counter("bireme_requests_total", "Requests ended, by outcome (stop, length, or an error code).", "outcome"),
         _counter(
+            "bireme_request_log_records_total",
+            "Lines of the request log: written, lost (a disk that is full or too slow), left_out (with pictures).",
+            "result",
+        ),
+        _counter(
             "bireme_canaries_total",
             "The launch's own probes ended, by outcome; they count nowhere as requests, tokens or latencies.",
             "outcome",

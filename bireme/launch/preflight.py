@@ -29,6 +29,8 @@ from bireme.launch.installation import Installation, find_installation, find_lib
 from bireme.launch.ports import Listener, is_free
 from bireme.launch.processes import command_line
 from bireme.launch.run_folder import SHM
+from bireme.observability.request_log import path_of
+from bireme.observability.rotated_files import check_writable
 from bireme.workers.grpc_tls import GrpcTls
 
 logger = logging.getLogger("bireme.launch")
@@ -62,6 +64,7 @@ def check_all(
     problems += check_arguments(recipe)
     problems += check_model(recipe)
     problems += check_grpc_tls(recipe)
+    problems += check_request_log(recipe)
     installation = None
     try:
         installation = find_installation(environment)
@@ -234,6 +237,16 @@ def unkept_code(recipe: Recipe, environment: Mapping[str, str] = os.environ, pac
 def _is_writable(folder: Path) -> bool:
     existing = next(part for part in (folder, *folder.parents) if part.exists())
     return existing.is_dir() and os.access(existing, os.W_OK)
+
+
+def check_request_log(recipe: Recipe) -> list[str]:
+    config = recipe.observability.request_log
+    try:
+        if config.path:
+            check_writable(path_of(config, recipe.folder))
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def needed_shm_mib(recipe: Recipe, num_stubs: int) -> int:

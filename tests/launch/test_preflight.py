@@ -2,7 +2,9 @@
 
 import errno
 import importlib.util
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from bireme.kv.compile import KERNELS
 from bireme.launch import installation, preflight
 from bireme.launch.installation import Installation, find_installation
 from bireme.launch.ports import Listener
+from bireme.recipe_files import load_recipe
 
 Usage = namedtuple("Usage", "total used free")
 MIB = 1 << 20
@@ -260,3 +263,14 @@ def test_where_compiled_code_is_kept_is_where_it_is_compiled():
 def test_where_nobody_routes_by_kv_no_compiled_code_is_missed(tmp_path):
     recipe = Recipe(model="m", workers={"decode": WorkerEntry(engine="mocker")}, name="m")
     assert preflight.unkept_code(recipe, {"NUMBA_CACHE_DIR": "/proc/nobody"}) == ""
+
+
+def test_a_request_log_that_can_t_be_written_is_named_by_its_key(tmp_path):
+    problems = [
+        preflight.check_request_log(
+            load_recipe("recipes/mocker", json.dumps({"observability": {"request_log": {"path": path}}}))
+        )
+        for path in (str(tmp_path / "log"), str(tmp_path / "missing" / "log"), "")
+    ]
+    assert problems[0] == problems[2] == []
+    assert re.match(r"observability\.request_log\.path: .*/missing/log: can't be written: No such file", problems[1][0])

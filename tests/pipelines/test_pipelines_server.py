@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import stat
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,6 +19,7 @@ from bireme.workers.client import Workers
 from bireme.workers.grpc import GrpcChannel
 from tests.server.triton_client import Client
 from tests.servers import start_server
+from tools import simulate
 
 pytestmark = pytest.mark.server
 PROMPT = {"text_input": "Hello world", "max_tokens": 24}
@@ -81,12 +84,67 @@ async def test_workers_of_a_frontend_are_checked_until_one_is_lost(server):
     await workers.close()
 
 
-def test_a_prefill_of_300_ms_is_counted_once(sample_model):
+@pytest.fixture(scope="module")
+def slow_server(sample_model, tmp_path_factory):
+    """A prefill takes 300 ms; requests are logged."""
     sample_model("llama")
-    override = json.dumps({"workers": {"prefill": {"engine_config": {"mocker": {"prefill_ms": 300}}}}})
-    with start_server("recipes/mocker-disagg", override=override) as server:
-        usage = json.loads(Client(server.grpc).infer("completion", **PROMPT)["usage"])
+    folder = tmp_path_factory.mktemp("logged")
+    override = {
+        "workers": {"prefill": {"engine_config": {"mocker": {"prefill_ms": 300}}}},
+        "observability": {"request_log": {"path": str(folder / "requests"), "trace_block_size": 32}},
+    }
+    with start_server("recipes/mocker-disagg", override=json.dumps(override)) as running:
+        running.log_folder = folder
+        yield running
+
+
+def test_a_prefill_of_300_ms_is_counted_once(slow_server):
+    usage = json.loads(Client(slow_server.grpc).infer("completion", **PROMPT)["usage"])
     assert usage["prefill_worker"] == "prefill" and 300 <= usage["prefill_ms"] < 600
+
+
+def logged(server, model, count):
+    """Return the lines of a model's log once there are so many."""
+    file = server.log_folder / f"requests.{model}.jsonl"
+    until(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_what_is_logged_replays_as_it_was_served(slow_server, capsys):
+    client = Client(slow_server.grpc)
+    prompts = [[*range(2, 130), *range(200 * number, 200 * number + 70)] for number in range(1, 5)]
+    with ThreadPoolExecutor() as pool:
+        sent = [pool.submit(client.generate, input_ids=prompt, max_tokens=5) for prompt in prompts]
+        sent += [
+            pool.submit(client.generate, input_ids=prompts[0], max_tokens=5, cache_salt=salt, session_id="talk")
+            for salt in ("a", "b")
+        ]
+        usages = [json.loads(one.result()["usage"]) for one in sent]
+    stream = client.stream("generate", input_ids=prompts[0], max_tokens=100000, stream=True, cache_salt="c")
+    answers = iter(stream)
+    next(answers)
+    stream.close()
+    lines = logged(slow_server, "generate", 7)
+    assert {line["bireme"]["outcome"] for line in lines} == {"length", "CANCELLED"}
+    cancelled = next(line for line in lines if line["bireme"]["outcome"] == "CANCELLED")
+    assert 0 < cancelled["request"]["output_tokens"] < 100000
+    ended = [line for line in lines if line is not cancelled]
+    for line in ended:
+        workers = line["bireme"]["prefill_worker"], line["bireme"]["decode_worker"], line["bireme"]["attempts"]
+        assert workers == ("prefill", "decode", 1) and line["request"]["output_tokens"] == 5
+        assert 300 <= line["request"]["prefill_time_ms"] < line["request"]["ttft_ms"] < line["request"]["total_time_ms"]
+    times = sorted(line["request"]["prefill_time_ms"] for line in ended)
+    assert times == pytest.approx(sorted(usage["prefill_ms"] for usage in usages))
+    assert [line.get("agent_context") for line in ended].count({"session_id": "talk"}) == 2
+    hashes = [tuple(line["request"]["replay"]["input_sequence_hashes"]) for line in lines]
+    assert len({one[0] for one in hashes}) == 4  # a block that unsalted prompts share, and one for each salt
+
+    file = slow_server.log_folder / "requests.generate.jsonl"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert simulate.main([str(file), "--modes", "kv", "--workers", "2"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["statistics"]
+    assert (found["requests"], found["prompt_mean"]) == (7, 198)
+    assert found["endless_hit_rate"] == pytest.approx(3 * 128 / (7 * 198))
 
 
 def test_plain_json_over_http_gets_one_answer(server):

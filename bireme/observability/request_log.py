@@ -1,0 +1,254 @@
+"""The request log: a line for each request that reached an engine, in the form `dynamo.request.trace.v1`.
+
+Lengths, times, workers, outcome and hashes of the prompt's blocks; nothing of prompt or answer. Dynamo's tools read it,
+and tools/simulate.py replays it. What Dynamo has no field for stands under `bireme`.
+
+    log = RequestLog.of(recipe, metrics, key)
+    traces.subscribe(log.note, wants_all=True, close=log.close)
+
+The loop copies a prompt and goes on. A thread hashes and writes; what it can't take is lost and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from bireme.config import Recipe, RequestLogConfig
+from bireme.messages import Usage
+from bireme.metrics import Registry
+from bireme.observability.rotated_files import RotatedFiles
+from bireme.request_trace import RequestTrace, TracedSequence
+
+SCHEMA = "dynamo.request.trace.v1"
+MAX_QUEUED_BYTES = 16 << 20  # of prompts that wait for the thread
+_MAX_QUEUED = 8192  # requests
+_RECORD_BYTES = 2048  # what a record counts beside its prompt
+_BATCH_BYTES = 1 << 20  # written at once
+_TURN_BYTES = 64 << 10  # of prompts and records, half a millisecond of hashing
+_PAUSE_S = 0.1  # in which records come together
+_CLOSE_S = 5.0
+_SAY_EVERY_S = 30.0
+_TOKEN_BYTES = 4
+_HASH_BYTES = 8
+_FINISH_REASONS = frozenset({"stop", "length", "tool_calls"})  # OpenAI's, which Dynamo takes
+logger = logging.getLogger("bireme.observability")
+
+
+class _Noted(NamedTuple):
+    """A request that has ended."""
+
+    record: dict[str, Any]  # without its hashes
+    prompt: bytes  # tokens, 4 bytes each
+    salt: str
+    lora_name: str
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.prompt) + _RECORD_BYTES
+
+
+class RequestLog:
+    """`note` on the loop's thread, `close` once."""
+
+    def __init__(self, files: RotatedFiles, tokens_per_block: int, key: bytes, model: str, metrics: Registry) -> None:
+        self._files, self._size, self._key = files, tokens_per_block, key
+        self._model, self._metrics = model, metrics
+        self._noted: deque[_Noted] = deque()
+        self._num_bytes = 0  # of what waits; each side changes it under the lock
+        self._lock = threading.Lock()
+        self._wake, self._closes = threading.Event(), threading.Event()
+        self._said_at = -_SAY_EVERY_S
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, recipe: Recipe, metrics: Registry, key: bytes) -> RequestLog:
+        """Return the log of a process that asks `metrics` for its name; `key` is the deployment's.
+
+        Raises ConfigError for a path that can't be written.
+        """
+        config = recipe.observability.request_log
+        files = RotatedFiles(path_of(config, recipe.folder), metrics.worker, config.max_bytes, config.max_files)
+        return cls(files, config.trace_block_size, key, recipe.served_name, metrics)
+
+    def note(self, trace: RequestTrace) -> None:
+        """Take a request that has ended. Never waits."""
+        if any(span.name == "pictures" for span in trace.spans):  # no hash of tokens tells its prompt
+            self._metrics.add("bireme_request_log_records_total", len(trace.sequences), "left_out")
+            return
+        for number, sequence in enumerate(trace.sequences):
+            noted = _Noted(
+                self._record(trace, number, sequence),
+                sequence.prompt.tobytes(),
+                sequence.options.cache_salt,
+                sequence.options.lora_name,
+            )
+            if not self._queue(noted):
+                self._metrics.add("bireme_request_log_records_total", 1, "lost")
+        self._wake.set()
+
+    def close(self) -> None:
+        """Write what waits, as far as the disk takes it soon."""
+        self._closes.set()
+        self._wake.set()
+        self._thread.join(_CLOSE_S)
+
+    def _queue(self, noted: _Noted) -> bool:
+        with self._lock:
+            if len(self._noted) >= _MAX_QUEUED or self._num_bytes + noted.num_bytes > MAX_QUEUED_BYTES:
+                return False
+            self._num_bytes += noted.num_bytes
+        self._noted.append(noted)
+        return True
+
+    def _record(self, trace: RequestTrace, number: int, sequence: TracedSequence) -> dict[str, Any]:
+        usage = sequence.usage or Usage()
+        started_us, ended_us = trace.root.start_us, trace.root.end_us
+        num_prompt, num_output = len(sequence.prompt), sequence.num_tokens
+        request: dict[str, Any] = {
+            "request_id": f"{trace.trace_id}-{trace.root.span_id:016x}-{number}",
+            "x_request_id": trace.request_id or None,
+            "model": trace.root.attributes.get("gen_ai.request.model", self._model),  # a frontend has several
+            "input_tokens": num_prompt,
+            "output_tokens": num_output,
+            "cached_tokens": usage.cached_tokens,
+            "request_received_ms": started_us // 1000,
+            "prefill_wait_time_ms": usage.queue_ms,
+            "prefill_time_ms": usage.prefill_ms,
+            "total_time_ms": (ended_us - started_us) / 1000,
+            "kv_hit_rate": usage.cached_tokens / max(num_prompt, 1),
+            "replay": {"trace_block_size": self._size, "input_length": num_prompt},
+        }
+        if usage.transfer_ms:
+            request["kv_transfer_estimated_latency_ms"] = usage.transfer_ms
+        if sequence.first_token_us:
+            request["ttft_ms"] = (sequence.first_token_us - started_us) / 1000
+            if num_output > 1:
+                request["avg_itl_ms"] = (ended_us - sequence.first_token_us) / 1000 / (num_output - 1)
+        if sequence.finish_reason in _FINISH_REASONS:
+            request["finish_reason_metadata"] = {"finish_reason": sequence.finish_reason}
+        return {
+            "schema": SCHEMA,
+            "event_type": "request_end",
+            "event_time_unix_ms": ended_us // 1000,
+            "agent_context": {"session_id": session} if (session := sequence.options.session_id) else None,
+            "request": request,
+            "bireme": {
+                "outcome": sequence.finish_reason or trace.root.error.partition(":")[0] or "unknown",
+                "entry": trace.root.name,
+                "trace_id": trace.trace_id,
+                "key": trace.tenant or None,
+                "prefill_worker": usage.prefill_worker or None,
+                "decode_worker": usage.decode_worker or None,
+                "attempts": _num_attempts(trace, sequence),
+                "decode_ms": usage.decode_ms,
+            },
+        }
+
+    def _run(self) -> None:
+        while True:
+            is_last = self._closes.is_set()
+            while self._noted:
+                if lines := [*self._encoded()]:
+                    self._write(lines)
+            if is_last:
+                break
+            if not self._files.pack_on():
+                self._wake.wait()
+                self._closes.wait(_PAUSE_S)
+                self._wake.clear()
+        self._files.close()
+
+    def _encoded(self) -> Iterator[bytes]:
+        """Take records off the queue, until they make a batch."""
+        num_bytes = held = 0
+        while self._noted and num_bytes < _BATCH_BYTES:
+            noted = self._noted.popleft()
+            with self._lock:
+                self._num_bytes -= noted.num_bytes
+            try:
+                line = self._line(noted)
+            except Exception:
+                self._metrics.add("bireme_request_log_records_total", 1, "lost")
+                logger.exception("request_not_logged")
+                continue
+            num_bytes += len(line)
+            yield line
+            held += noted.num_bytes
+            if held > _TURN_BYTES:  # the loop's thread may have the interpreter
+                held = 0
+                time.sleep(0)
+
+    def _line(self, noted: _Noted) -> bytes:
+        key = hash_key(self._key, noted.salt, noted.lora_name)
+        noted.record["request"]["replay"]["input_sequence_hashes"] = block_hashes(noted.prompt, self._size, key)
+        return _encode(_without_none(noted.record)) + b"\n"
+
+    def _write(self, lines: list[bytes]) -> None:
+        try:
+            self._files.write(b"".join(lines))
+        except OSError as error:
+            self._metrics.add("bireme_request_log_records_total", len(lines), "lost")
+            if time.monotonic() - self._said_at > _SAY_EVERY_S:
+                self._said_at = time.monotonic()
+                logger.warning("request_log_not_written lost=%d reason=%s", len(lines), error)
+        else:
+            self._metrics.add("bireme_request_log_records_total", len(lines), "written")
+
+
+def path_of(config: RequestLogConfig, folder: str) -> Path:
+    """Return the beginning of the files' names."""
+    return Path(folder, Path(os.path.expandvars(config.path)).expanduser())
+
+
+def hash_key(deployment_key: bytes, salt: str, lora_name: str) -> bytes:
+    """Return the key of a prompt's hashes. Without the deployment's nobody can try prompts that he guesses.
+
+    Different salts, and adapters, have nothing in common.
+    """
+    digest = hashlib.blake2b(key=deployment_key[:64], digest_size=32, person=b"request log")
+    for part in (salt, lora_name):
+        raw = part.encode()
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.digest()
+
+
+def block_hashes(prompt: bytes, tokens_per_block: int, key: bytes) -> list[int]:
+    """Return a hash for each block of a prompt with all that is before it, also for a last one that is not full."""
+    state, view, size = (
+        hashlib.blake2b(key=key, digest_size=_HASH_BYTES),
+        memoryview(prompt),
+        _TOKEN_BYTES * tokens_per_block,
+    )
+    digests = []
+    for at in range(0, len(prompt), size):
+        state.update(view[at : at + size])
+        digests.append(state.copy().digest())
+    found: list[int] = np.frombuffer(b"".join(digests), "<u8").tolist()
+    return found
+
+
+def _num_attempts(trace: RequestTrace, sequence: TracedSequence) -> int:
+    return sum(span.name == "attempt" and span.attributes["sequence"] == sequence.index for span in trace.spans)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if value is not None
+    }
