@@ -215,7 +215,9 @@ def _links_to_the_others() -> dashboard_builder.DashboardLink:
 
 
 def _variables(board: Board) -> Iterator[Variable]:
-    yield dashboard_builder.DatasourceVariable("datasource").label("Source").type("prometheus").current(PROVISIONED)
+    yield (
+        dashboard_builder.DatasourceVariable("datasource").label("Data source").type("prometheus").current(PROVISIONED)
+    )
     yield _label_variable("instance", "Server")
     yield _label_variable("worker", "Worker")
     panels = [panel for row in board.rows for line in row.lines for panel in line]

@@ -15,6 +15,7 @@ from tools.dashboards.panels import (
     heatmap,
     lines,
     number,
+    part,
     percentiles,
     rare,
     ready,
@@ -235,6 +236,30 @@ STEPS = Row(
     is_rare=True,
 )
 
+CAPACITY = Row(
+    "What engines take",
+    [
+        [
+            part("Batch in use", ("bireme_requests_running", "bireme_engine_max_batch_size"), limits=Limits(0.9, 1)),
+            part("Queue in use", ("bireme_requests_waiting", "bireme_engine_max_queue_size"), limits=Limits(0.5, 0.9)),
+            lines(
+                "Requests of a step, and of the queue",
+                {"bireme_engine_max_batch_size": "a step", "bireme_engine_max_queue_size": "the queue"},
+                combine="max",
+            ),
+            lines(
+                "Tokens of a step, a sequence and a KV block",
+                {
+                    "bireme_engine_max_num_tokens": "a step",
+                    "bireme_engine_max_seq_len": "a sequence",
+                    "bireme_kv_block_tokens": "a block",
+                },
+                combine="max",
+            ),
+        ],
+    ],
+)
+
 OF_MODELS = by("model")
 ACCOUNTS = Row(
     "API keys and models",
@@ -251,7 +276,14 @@ ACCOUNTS = Row(
                 choice=by("key"),
             ),
             lines("Generated tokens of keys", "bireme_key_generated_tokens_total", TOKENS_A_SECOND, choice=by("key")),
-            lines("Engines' time of keys", "bireme_key_engine_seconds_total", units.PercentUnit, choice=by("key")),
+            lines(
+                "Engines' time of keys",
+                "bireme_key_engine_seconds_total",
+                units.PercentUnit,
+                choice=by("key"),
+                shape="stacked",
+                note="100 % is one sequence at work all the time.",
+            ),
         ],
         [
             lines(
@@ -262,16 +294,6 @@ ACCOUNTS = Row(
             percentiles("Prompt tokens of a sequence", "bireme_answered_prompt_tokens", units.Short),
             percentiles("Cached tokens of a sequence", "bireme_answered_cached_tokens", units.Short),
             percentiles("Tokens of an answer", "bireme_answered_generated_tokens", units.Short),
-        ],
-        [
-            lines(
-                "What a step takes",
-                {"bireme_engine_max_batch_size": "requests", "bireme_engine_max_num_tokens": "tokens"},
-                combine="max",
-            ),
-            lines("Longest sequence", "bireme_engine_max_seq_len", combine="max"),
-            lines("Room in the queue", "bireme_engine_max_queue_size"),
-            lines("Tokens of a KV block", "bireme_kv_block_tokens", combine="max"),
         ],
     ],
     is_rare=True,
@@ -349,5 +371,5 @@ BOARD = Board(
     "serving",
     "bireme: serving",
     "What clients get and how fast: traffic, latency, outcomes, queues, the frontend and the engines.",
-    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, ACCOUNTS, STEPS, WEIGHTS, MEDIA, TRTLLM),
+    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, CAPACITY, ACCOUNTS, STEPS, WEIGHTS, MEDIA, TRTLLM),
 )
