@@ -218,6 +218,23 @@ ENGINES = Row(
     ],
 )
 
+RECORDS = Row(
+    "Request log and traces",
+    [
+        [
+            lines(
+                "Lines of the request log",
+                "bireme_request_log_records_total",
+                units.RecordsPerSecond,
+                choice=by("worker", "result"),
+                shape="stacked",
+            ),
+            rare("Malformed traceparents", "bireme_traceparents_ignored_total"),
+        ],
+    ],
+    is_rare=True,
+)
+
 BY_KIND = by("worker", "kind")
 STEPS = Row(
     "Step records",
@@ -371,5 +388,5 @@ BOARD = Board(
     "serving",
     "bireme: serving",
     "What clients get and how fast: traffic, latency, outcomes, queues, the frontend and the engines.",
-    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, CAPACITY, ACCOUNTS, STEPS, WEIGHTS, MEDIA, TRTLLM),
+    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, CAPACITY, ACCOUNTS, RECORDS, STEPS, WEIGHTS, MEDIA, TRTLLM),
 )
