@@ -114,7 +114,7 @@ def percentiles(
 
 def busy(title: str, metric: str, *, choice: Choice = EACH, note: str = "") -> Panel:
     """The share of the time that a histogram's durations took."""
-    return Panel(title, (spent(metric, choice),), units.PercentUnit, "stacked", note=note)
+    return Panel(title, (spent(metric, choice),), units.PercentUnit, note=note)
 
 
 def heatmap(title: str, metric: str, unit: str = units.Seconds, *, choice: Choice = ALL) -> Panel:
