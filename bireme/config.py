@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,38 +12,21 @@ import msgspec
 
 from bireme.engine_kinds import ENGINE_KINDS, EngineKind, EngineName
 from bireme.errors import ConfigError
+from bireme.settings import (
+    HARMLESS,
+    Duration,
+    Engines,
+    Instances,
+    NotNegative,
+    Positive,
+    PositiveDuration,
+    Rule,
+    SeqLen,
+    Settings,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DEFAULT_RECIPE = CHECKOUT / "recipes" / "tiny"
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-SeqLen = Annotated[int, msgspec.Meta(ge=2)]  # a prompt of one token, and one that is generated
-Duration = Annotated[float, msgspec.Meta(ge=0)]  # its unit is in the field's name
-PositiveDuration = Annotated[float, msgspec.Meta(gt=0)]
-Instances = Annotated[int, msgspec.Meta(ge=1, le=64)]
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every settings block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What an engine does with a key of its YAML."""
-
-    kind: Literal["honored", "harmless", "refused"]
-    reason: str = ""  # of a refusal, with the remedy
-    accepted: tuple[Any, ...] = ()  # values that a refused key may have all the same
-
-
-class Engines:
-    """Stands beside a key, or a block of keys, that not every engine honors; an engine it does not name does."""
-
-    def __init__(self, **rules: Rule) -> None:
-        self.rules = rules
-
-
-HARMLESS = Rule("harmless")
 UNREAD_EVENTS = "KV events are off: nothing reads what this buffer keeps, and they cost time"
 UNREAD_EVENTS_REMEDY = "set kv_events.enabled: true in recipe.yaml, or remove it"
 _NOT_MOCKER = Engines(mocker=HARMLESS)

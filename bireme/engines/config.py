@@ -14,9 +14,10 @@ from typing import Any, get_args
 
 import msgspec
 
-from bireme.config import EngineConfig, Engines, Rule, WorkerEntry
+from bireme.config import EngineConfig, WorkerEntry
 from bireme.conversion import convert
 from bireme.errors import ConfigError
+from bireme.settings import Engines, Rule
 
 logger = logging.getLogger("bireme.engines")
 HONORED = Rule("honored")

@@ -27,11 +27,11 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from bireme.config import Positive, Settings
 from bireme.conversion import convert
 from bireme.errors import ConfigError
 from bireme.openai.http.error_replies import HttpError, RateLimitError
 from bireme.openai.token_bucket import TokenBucket
+from bireme.settings import Positive, Settings
 
 KEY_HEADERS = (b"authorization", b"x-api-key")
 

@@ -7,9 +7,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from bireme.config import CacheTransceiverConfig, EngineConfig, Engines, KvCacheConfig, MockerConfig, WorkerEntry
+from bireme.config import CacheTransceiverConfig, EngineConfig, KvCacheConfig, MockerConfig, WorkerEntry
 from bireme.engines.config import check_engine_config, rules_of
 from bireme.errors import ConfigError
+from bireme.settings import Engines
 
 ENGINES = get_args(next(field.type for field in msgspec.structs.fields(WorkerEntry) if field.name == "engine"))
 
