@@ -1,0 +1,1 @@
+"""Kubernetes objects for a recipe (tools/make_manifests.py)."""
