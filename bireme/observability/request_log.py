@@ -28,7 +28,7 @@ from bireme.config import Recipe, RequestLogConfig
 from bireme.messages import Usage
 from bireme.metrics import Registry
 from bireme.observability.rotated_files import RotatedFiles
-from bireme.request_trace import RequestTrace, TracedSequence
+from bireme.request_trace import RequestTrace, Span, TracedSequence
 
 SCHEMA = "dynamo.request.trace.v1"
 MAX_QUEUED_BYTES = 16 << 20  # of prompts that wait for the thread
@@ -114,7 +114,8 @@ class RequestLog:
 
     def _record(self, trace: RequestTrace, number: int, sequence: TracedSequence) -> dict[str, Any]:
         usage = sequence.usage or Usage()
-        started_us, ended_us = trace.root.start_us, trace.root.end_us
+        attempts = _attempts(trace, sequence)
+        started_us, ended_us = trace.root.start_us, attempts[-1].end_us if attempts else trace.root.end_us
         num_prompt, num_output = len(sequence.prompt), sequence.num_tokens
         request: dict[str, Any] = {
             "request_id": f"{trace.trace_id}-{trace.root.span_id:016x}-{number}",
@@ -124,18 +125,18 @@ class RequestLog:
             "output_tokens": num_output,
             "cached_tokens": usage.cached_tokens,
             "request_received_ms": started_us // 1000,
-            "prefill_wait_time_ms": usage.queue_ms,
-            "prefill_time_ms": usage.prefill_ms,
+            "prefill_wait_time_ms": round(usage.queue_ms, 3),
+            "prefill_time_ms": round(usage.prefill_ms, 3),
             "total_time_ms": (ended_us - started_us) / 1000,
-            "kv_hit_rate": usage.cached_tokens / max(num_prompt, 1),
+            "kv_hit_rate": round(usage.cached_tokens / max(num_prompt, 1), 4),
             "replay": {"trace_block_size": self._size, "input_length": num_prompt},
         }
         if usage.transfer_ms:
-            request["kv_transfer_estimated_latency_ms"] = usage.transfer_ms
+            request["kv_transfer_estimated_latency_ms"] = round(usage.transfer_ms, 3)
         if sequence.first_token_us:
             request["ttft_ms"] = (sequence.first_token_us - started_us) / 1000
             if num_output > 1:
-                request["avg_itl_ms"] = (ended_us - sequence.first_token_us) / 1000 / (num_output - 1)
+                request["avg_itl_ms"] = round((ended_us - sequence.first_token_us) / 1000 / (num_output - 1), 3)
         if sequence.finish_reason in _FINISH_REASONS:
             request["finish_reason_metadata"] = {"finish_reason": sequence.finish_reason}
         return {
@@ -151,8 +152,8 @@ class RequestLog:
                 "key": trace.tenant or None,
                 "prefill_worker": usage.prefill_worker or None,
                 "decode_worker": usage.decode_worker or None,
-                "attempts": _num_attempts(trace, sequence),
-                "decode_ms": usage.decode_ms,
+                "attempts": len(attempts),
+                "decode_ms": round(usage.decode_ms, 3),
             },
         }
 
@@ -239,8 +240,8 @@ def block_hashes(prompt: bytes, tokens_per_block: int, key: bytes) -> list[int]:
     return found
 
 
-def _num_attempts(trace: RequestTrace, sequence: TracedSequence) -> int:
-    return sum(span.name == "attempt" and span.attributes["sequence"] == sequence.index for span in trace.spans)
+def _attempts(trace: RequestTrace, sequence: TracedSequence) -> list[Span]:
+    return [span for span in trace.spans if span.name == "attempt" and span.attributes["sequence"] == sequence.index]
 
 
 _encode = msgspec.json.Encoder().encode
