@@ -45,6 +45,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--servers", "1", "--prefixes", "1", "--turns", "2", "--prefix-tokens", "64", "--question-tokens", "8"),
         *("--answer-tokens", "2", "--rounds", "1", "--herd", "4", "--step-ms", "1"),
     ),
+    "benchmarks/step_records.py": ("--quick",),
     "benchmarks/short_prompts.py": ("--requests", "5", "--starts", "1"),
     "benchmarks/structural_tags.py": (
         *("--requests", "3", "--guides", "1", "--vocab", "2000", "--steps", "2", "--port", "{port}"),

@@ -109,6 +109,11 @@ def test_short_prompts_are_answered_by_both_recipes(run):
 
 
 @pytest.mark.soak
+def test_step_records_tells_what_one_costs(run):
+    found = last_line(run("benchmarks/step_records.py"))
+    assert found["rows"][0]["recorded_us"] > 0 and found["sent_us"] > 0
+
+
 def test_structural_tags_are_measured_beside_answers_without_them(run):
     figures = next(line for line in run("benchmarks/structural_tags.py").stdout.splitlines() if line.startswith("{"))
     found = json.loads(figures)
