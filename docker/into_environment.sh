@@ -53,8 +53,17 @@ case $found in
 esac
 
 versions >"$scratch/before"
-# UCX reads a GPU's memory with the CUDA that it was built for.
-case $(cd / && "$python" -c 'import torch; print(torch.version.cuda)' 2>/dev/null || true) in
+# UCX reads a GPU's memory with the CUDA that it was built for. torch is not imported for it, either.
+cuda() {
+    (cd / && "$python" - 2>/dev/null <<'PY'
+import importlib.util
+import runpy
+
+print(runpy.run_path(importlib.util.find_spec("torch").submodule_search_locations[0] + "/version.py")["cuda"])
+PY
+    )
+}
+case $(cuda || true) in
 13.*) nixl="nixl-cu13" ;;
 *) nixl="nixl" ;;
 esac

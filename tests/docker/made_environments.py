@@ -92,7 +92,8 @@ def make_image_environment(folder: Path, python: str, image: str, version: str) 
     for name, pinned in pins.items():
         if FOR_GPUS.match(name):
             add_distribution(site, name, pinned)
-    (site / "torch.py").write_text("class version:\n    cuda = '13.0'\n")
+    (site / "torch").mkdir()
+    (site / "torch" / "version.py").write_text("cuda = '13.0'\n")
     (site / "tensorrt_llm").symlink_to(STAND_IN)
     add_distribution(site, "tensorrt_llm", version)
     return site

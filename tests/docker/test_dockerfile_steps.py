@@ -27,9 +27,19 @@ def make_image(folder, version="1.2.1", **pins):
     return Build(DOCKERFILE, folder, base_environment(environment) | OFFLINE)
 
 
+def keep_compiled(target):
+    """Compile in the checkout, where other tests find it: in the image it is then found beside the same sources."""
+    subprocess.run([sys.executable, "-m", "bireme.kv.compile"], cwd=CHECKOUT, check=True)
+    for file in CHECKOUT.glob("bireme/kv/**/__pycache__/*_kernels.*.nb[ci]"):
+        place = target / file.relative_to(CHECKOUT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, place)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     build = make_image(tmp_path_factory.mktemp("image"))
+    keep_compiled(build.root / "opt" / "bireme")
     build.run()
     return build
 
