@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,8 @@ def profile(request: pytest.FixtureRequest) -> Iterator[str]:
         skip_of_other_release(request.param)
         yield request.param
         return
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TRTLLM_STAND_IN", request.param)
-        patched.syspath_prepend(str(stand_in_workers.STAND_IN))
-        _forget()
+    with stand_in_workers.imported(request.param):
         yield request.param
-    _forget()
-
-
-def _forget() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
-        del sys.modules[name]
 
 
 @pytest.fixture

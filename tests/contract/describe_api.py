@@ -2,7 +2,7 @@
 
     python tests/contract/describe_api.py
 
-Run in a process of its own: the package may be the real one or the stand-in, whichever is on the path.
+Run the real one in a process of its own. The package is whichever is on the path, the real one or the stand-in.
 """
 
 from __future__ import annotations

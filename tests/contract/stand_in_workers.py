@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -18,6 +22,22 @@ def is_real_there() -> bool:
     """Is a real tensorrt_llm installed? Then tests run on it, and the stand-in stays off the path."""
     found = importlib.util.find_spec("tensorrt_llm")
     return found is not None and str(STAND_IN) not in str(found.origin)
+
+
+@contextlib.contextmanager
+def imported(profile: str) -> Iterator[None]:
+    """In this process `tensorrt_llm` is the stand-in as one release, imported anew, and nothing behind it."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRTLLM_STAND_IN", profile)
+        patched.syspath_prepend(str(STAND_IN))
+        _forget()
+        yield
+    _forget()
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
 
 
 def environment(profile: str = "1.2.1", **variables: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,18 +13,10 @@ import yaml
 
 from tests.contract import stand_in_workers
 from tests.contract.contract_drift import drift
-from tests.contract.describe_api import USED
+from tests.contract.describe_api import USED, describe
 
 CONTRACT = Path(__file__).resolve().parents[2] / "bireme" / "engines" / "trtllm" / "contract.yaml"
 DESCRIBE = Path(__file__).parent / "describe_api.py"
-
-
-def describe(environment):
-    done = subprocess.run(
-        [sys.executable, DESCRIBE], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +26,8 @@ def contract():
 
 @pytest.fixture(scope="module", params=stand_in_workers.PROFILES)
 def described(request):
-    return describe({"PYTHONPATH": str(stand_in_workers.STAND_IN), "TRTLLM_STAND_IN": request.param})
+    with stand_in_workers.imported(request.param):
+        return describe()
 
 
 def test_the_stand_in_has_not_drifted_from_the_contract(described, contract):
@@ -70,5 +62,7 @@ def test_a_difference_is_reported_by_name(described, contract, line):
 
 @pytest.mark.skipif(not stand_in_workers.is_real_there(), reason="no tensorrt_llm is installed")
 def test_the_installed_release_has_not_drifted_from_the_contract(contract):
-    found = drift(describe({}), contract, USED)
+    done = subprocess.run([sys.executable, DESCRIBE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = drift(json.loads(done.stdout.splitlines()[-1]), contract, USED)
     assert found == [], "\n".join(["tensorrt_llm differs from contract.yaml:", *found])

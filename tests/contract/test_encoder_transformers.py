@@ -30,11 +30,12 @@ TAKEN = {
 }
 
 
-def loaded_with(module):
-    code = (
-        f"import sys, {module}; print(*(name for name in sys.modules if name.startswith(('bireme.', 'transformers'))))"
-    )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+@pytest.fixture(scope="module")
+def loaded():
+    """Return the modules, of bireme and transformers, that come with the encoder's."""
+    code = "import sys, bireme.engines.trtllm.encoder; print(*sys.modules)"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return [name for name in names if name.startswith(("bireme.", "transformers"))]
 
 
 def taken_of_transformers(module):
@@ -44,14 +45,13 @@ def taken_of_transformers(module):
     return {name.name for node in imports if (node.module or "").startswith("transformers") for name in node.names}
 
 
-def test_the_encoder_takes_of_transformers_only_what_its_oldest_release_has():
-    modules = loaded_with("bireme.engines.trtllm.encoder")
-    assert not [name for name in modules if name.startswith("transformers")], "imported before it is needed"
-    assert set().union(*map(taken_of_transformers, modules)) <= TAKEN
+def test_the_encoder_takes_of_transformers_only_what_its_oldest_release_has(loaded):
+    assert not [name for name in loaded if name.startswith("transformers")], "imported before it is needed"
+    assert set().union(*map(taken_of_transformers, loaded)) <= TAKEN
 
 
-def test_the_torch_engine_s_attention_which_needs_a_later_transformers_stays_out():
-    assert "bireme.engines.torch.forward.attention" not in loaded_with("bireme.engines.trtllm.encoder")
+def test_the_torch_engine_s_attention_which_needs_a_later_transformers_stays_out(loaded):
+    assert "bireme.engines.torch.forward.attention" not in loaded
 
 
 @pytest.fixture(scope="module")

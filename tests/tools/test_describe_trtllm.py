@@ -19,38 +19,47 @@ from tools import describe_trtllm
 TOOL = CHECKOUT / "tools" / "describe_trtllm.py"
 
 
-def run(profile, *arguments):
-    environment = {"PYTHONPATH": str(stand_in_workers.STAND_IN), "TRTLLM_STAND_IN": profile}
-    return subprocess.run(
-        [sys.executable, TOOL, *arguments], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
+@pytest.fixture
+def run(capsys):
+    """Return a caller of the tool where the package is the stand-in: exit code, and what it printed."""
+
+    def call(profile, *arguments):
+        with stand_in_workers.imported(profile):
+            return describe_trtllm.main(arguments), capsys.readouterr().out
+
+    return call
 
 
 @pytest.mark.parametrize("profile", stand_in_workers.PROFILES)
-def test_the_stand_in_agrees_with_the_contract_of_its_release(profile):
-    done = run(profile)
-    assert (done.returncode, done.stdout) == (0, f"0 difference(s) from the contract of {profile[:3]}\n"), done.stderr
+def test_the_stand_in_agrees_with_the_contract_of_its_release(run, profile):
+    assert run(profile) == (0, f"0 difference(s) from the contract of {profile[:3]}\n")
 
 
-def test_an_older_package_differs_by_what_is_new_and_gone():
-    done = run("1.2.1", "--release", "1.4")
-    lines = done.stdout.splitlines()
-    assert done.returncode == 1
+def test_it_runs_as_a_program_in_the_engine_s_python():
+    environment = os.environ | {"PYTHONPATH": str(stand_in_workers.STAND_IN), "TRTLLM_STAND_IN": "1.3"}
+    done = subprocess.run([sys.executable, TOOL], env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 difference(s) from the contract of 1.3\n"), done.stderr
+
+
+def test_an_older_package_differs_by_what_is_new_and_gone(run):
+    code, out = run("1.2.1", "--release", "1.4")
+    lines = out.splitlines()
+    assert code == 1
     assert {"new    enable_sleep", "gone   kv_cache_config.block_reuse_config.policy"} <= set(lines)
     assert any(line.startswith("words  moe_config.backend takes WIDEEP") for line in lines)
 
 
-def test_what_is_new_is_written_as_the_contract_writes_it():
-    done = run("1.3", "--release", "1.2", "--contract")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_what_is_new_is_written_as_the_contract_writes_it(run):
+    code, out = run("1.3", "--release", "1.2", "--contract")
+    assert code == 0
+    lines = out.splitlines()
     at = lines.index('    policy: ["all_reusable | per_request | per_conversation", all_reusable, {since: "1.2"}]')
     assert lines[at - 1] == "  BlockReuseConfig:"
     assert '    num_serve_frontends: ["int 1..64", 1, {since: "1.2"}]' in lines
 
 
-def test_paths_are_listed_with_their_words():
-    lines = run("1.4", "--paths").stdout.splitlines()
+def test_paths_are_listed_with_their_words(run):
+    lines = run("1.4", "--paths")[1].splitlines()
     assert "kv_cache_config.dtype auto bfloat16 float16 float32 fp8 fp8_ds_mla nvfp4" in lines
 
 
