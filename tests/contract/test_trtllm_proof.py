@@ -23,6 +23,7 @@ from tests.gpu.trtllm_proof.reference import Reference
 
 SCRIPT = CHECKOUT / "tests" / "gpu" / "trtllm.sh"
 OF_TESTS = ("pytest", "pytest_asyncio", "pytest_timeout", "pytest_rerunfailures", "hypothesis", "xdist", "bireme")
+OF_THE_SCRIPT = "1.3"  # the release with which the script itself runs
 READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && exec "$@"'
 pytestmark = pytest.mark.skipif(stand_in_workers.is_real_there(), reason="the script itself proves a real tensorrt_llm")
 
@@ -80,25 +81,32 @@ def outcomes(report):
     return {row["name"]: row["outcome"] for row in report["rows"]}
 
 
-@pytest.mark.parametrize("profile", stand_in_workers.PROFILES)
-def test_it_is_all_green_without_pytest_from_a_checkout_that_can_not_be_written(
-    python, read_only, folder, tmp_path, profile
-):
-    """One of the three has two GPUs."""
-    num_gpus = 2 if profile == "1.3" else 1
-    variables = {"TRTLLM_STAND_IN": profile, "HF_TOKEN": "hf_secretsecretsecret", "TMPDIR": str(tmp_path)}
-    done, report = run_script(
-        python, tmp_path, "--folder", folder, prefix=read_only, gpus=num_gpus, OMP_NUM_THREADS="1", **variables
-    )
+def test_it_is_all_green_without_pytest_from_a_checkout_that_can_not_be_written(python, read_only, folder, tmp_path):
+    """With one release. What the rows say of the others, in this process: below."""
+    variables = {"TRTLLM_STAND_IN": OF_THE_SCRIPT, "HF_TOKEN": "hf_secretsecretsecret", "TMPDIR": str(tmp_path)}
+    done, report = run_script(python, tmp_path, "--folder", folder, prefix=read_only, OMP_NUM_THREADS="1", **variables)
     assert done.returncode == 0, done.stderr
     found = outcomes(report)
-    skipped = {name for name, outcome in found.items() if outcome != "ok"}
-    assert skipped == ({"apart on two GPUs"} if num_gpus == 1 else set())
+    assert {name for name, outcome in found.items() if outcome != "ok"} == {"apart on two GPUs"}
     assert found.keys() >= {*LIVES["one"].rows, "speculation: drafts", "apart on one GPU: decode transfer"}
     assert report["verdict"] == "nothing failed"
     assert report["gpus"][0] == {"name": "NVIDIA Pretended", "memory_mib": "81920", "driver": "590.44"}
     assert {"torch", "transformers", "xgrammar", "tensorrt-llm"} <= report["packages"].keys()
     assert "secretsecret" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("gpus", "pairs", "skipped"),
+    [(["4"], [("4", "4")], ["apart on two GPUs"]), (["4", "7", "9"], [("4", "4"), ("4", "7")], [])],
+)
+def test_with_two_gpus_prefill_and_decode_are_proved_apart_on_them_as_well(monkeypatch, folder, gpus, pairs, skipped):
+    asked = []
+    proof = program.Proof(folder, program.Limits(start_s=1, row_s=1))
+    monkeypatch.setattr(proof, "alone", lambda life, prefix="": proof.rows.append(program.Outcome(life, "ok")))
+    monkeypatch.setattr(proof, "apart", lambda prefix, pair: asked.append(pair))
+    program.prove(proof, gpus)
+    assert asked == pairs
+    assert [row.name for row in proof.rows if row.outcome == "skipped"] == skipped
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes", "-h"]])
@@ -194,7 +202,7 @@ def test_the_reference_is_what_transformers_computes(model):
     torch.testing.assert_close(Reference(model).logits(tokens), expected, atol=1e-3, rtol=1e-3)
 
 
-# -- a feature that is broken is a red row
+# -- every row with every release, and a feature that is broken is a red row
 
 BROKEN = {  # way of the stand-in (tensorrt_llm/_broken.py) -> life, row, what it says
     "contract": ("one", "contract", "LLM.generate_async.cache_salt: missing"),
@@ -247,6 +255,15 @@ def bench(profile, folder):
     yield of
     for one in benches.values():
         one.stop()
+
+
+@pytest.mark.parametrize("profile", sorted({*stand_in_workers.PROFILES} - {OF_THE_SCRIPT}), indirect=True)
+def test_every_row_is_green_with_the_other_releases(bench, monkeypatch):
+    rows = [(life, row) for life in LIVES for row in LIVES[life].rows if row not in ("start", "transfer")]
+    for life, row in [*rows, ("decode", "transfer")]:  # of what the life prefill has exported
+        monkeypatch.setattr(bench(life), "wait_s", 10.0)
+        told = run(LIVES[life].rows[row], bench(life))
+        assert told["outcome"] == "ok", (life, row, told)
 
 
 @pytest.mark.parametrize("profile", ["1.3"], indirect=True)

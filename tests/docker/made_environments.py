@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -64,6 +65,7 @@ def make_environment(
         is_pinned = entry.suffix == ".dist-info" and canonicalize_name(name) in pins
         if name not in (*NOWHERE, *without) and not entry.name.startswith("__") and not is_pinned:
             (target / entry.name).symlink_to(entry)
+    shutil.copytree(SITE / "__pycache__", target / "__pycache__")  # of modules that are a single file
     for name, version in pins.items():
         folder = add_distribution(target, name, version)
         for entry_points in SITE.glob(f"{folder.name.partition('-')[0]}-*.dist-info/entry_points.txt"):
