@@ -474,6 +474,8 @@ class MetricsConfig(Settings, frozen=True, kw_only=True):
 
     # Names under which others look: of Triton's TensorRT-LLM backend, of Dynamo, of vLLM; bireme's own are always there
     aliases: tuple[AliasSet, ...] = ()
+    # Upper bounds of a histogram's buckets, without infinity, for bireme's own histograms by name: docs/metrics.md
+    buckets: dict[str, tuple[float, ...]] = {}
     max_accounts: NotNegative = 1000  # API keys whose use is counted; that of further ones is (other). 0: none is
 
 

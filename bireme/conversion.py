@@ -37,9 +37,10 @@ def _explain(text: str, kind: type[msgspec.Struct], tree: Any) -> str:
         return _explain_unknown(unknown.group(1), path, kind)
     if not path:
         return text
-    choices = _choices_at(kind, path)
-    hint = f"one of {', '.join(choices)}" if choices else _say_range(text)
-    return f"{path}: {hint}" if "[" in path else f"{path}: {_value_at(tree, path)!r}; {hint}"
+    choices = ", ".join(_choices_at(kind, path))
+    if "[" in path:  # the value stands in msgspec's text
+        return f"{path}: {text}; one of {choices}" if choices else f"{path}: {_say_range(text)}"
+    return f"{path}: {_value_at(tree, path)!r}; {f'one of {choices}' if choices else _say_range(text)}"
 
 
 def _say_range(text: str) -> str:
@@ -61,7 +62,7 @@ def _explain_unknown(key: str, path: str, kind: type[msgspec.Struct]) -> str:
 
 def _choices_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
     """Return the values that a Literal field allows; () for other fields."""
-    block, _, name = path.rpartition(".")
+    block, _, name = re.sub(r"\[\d+\]$", "", path).rpartition(".")
     fields = msgspec.structs.fields(_struct_at(kind, block))
     annotation = next((field.type for field in fields if field.encode_name == name), None)
     return _literals_in(annotation)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import bisect
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -281,6 +282,15 @@ TABLE: dict[str, MetricSpec] = {
         *_trtllm_series(),
     )
 }
+
+
+MAX_BUCKETS = 64  # of a histogram: each is a series of every worker
+
+
+def use_buckets(buckets: Mapping[str, Sequence[float]]) -> None:
+    """Have this process's histograms these upper bounds; before the first observation, and checked."""
+    for name, bounds in buckets.items():
+        TABLE[name] = replace(TABLE[name], buckets=tuple(bounds))
 
 
 class MetricDelta(msgspec.Struct, array_like=True):

@@ -12,8 +12,10 @@ are errors that suggest the nearest one.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -40,6 +42,7 @@ from bireme.config import (
 from bireme.conversion import convert, keys_of
 from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
+from bireme.metrics import MAX_BUCKETS, TABLE
 
 logger = logging.getLogger("bireme.recipe_files")
 _NO_INSTANCES = (
@@ -182,6 +185,7 @@ def check_rules(recipe: Recipe) -> None:
     _check_stages(recipe)
     _check_events(recipe)
     _check_busy(recipe.router.busy)
+    _check_buckets(recipe)
     if "multimodal_encoder" in recipe.workers:
         _check_encoder(recipe.workers)
     if recipe.embedding_backend == "NIXL":
@@ -221,6 +225,27 @@ def _check_busy(rules: Sequence[BusyRule]) -> None:
     for at, rule in enumerate(rules):
         if rule.max_kv_usage is None and rule.max_waiting_tokens is None:
             raise ConfigError(f"router.busy[{at}]: no bound; set max_kv_usage, max_waiting_tokens or both")
+
+
+def _check_buckets(recipe: Recipe) -> None:
+    histograms = [name for name, spec in TABLE.items() if spec.kind == "histogram" and name.startswith("bireme_")]
+    for name, bounds in recipe.metrics.buckets.items():
+        where = f"{recipe.folder}/recipe.yaml: metrics.buckets.{name}"
+        if name not in histograms:
+            near = difflib.get_close_matches(name, histograms, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; docs/metrics.md lists them"
+            raise ConfigError(f"{where}: no histogram of bireme{hint}")
+        _check_bounds(where, bounds)
+
+
+def _check_bounds(where: str, bounds: Sequence[float]) -> None:
+    if not 1 <= len(bounds) <= MAX_BUCKETS:
+        raise ConfigError(f"{where}: {len(bounds)} bounds; give 1 to {MAX_BUCKETS}")
+    for before, bound in itertools.pairwise((-math.inf, *bounds)):
+        if not 0 <= bound < math.inf:
+            raise ConfigError(f"{where}: {bound}; a bound is a finite number from 0 on, +Inf comes by itself")
+        if bound <= before:
+            raise ConfigError(f"{where}: {bound} after {before}; bounds must ascend")
 
 
 def _check_events(recipe: Recipe) -> None:

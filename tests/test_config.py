@@ -433,3 +433,41 @@ def test_the_pages_tables_of_keys_have_the_defaults():
     assert len(found) > 5
     for block, name, number, unit in found:
         assert float(number) * units[unit] == getattr(blocks[block], name)
+
+
+# metrics
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (
+            "aliases: [vllm, sglang]",
+            "metrics.aliases[1]: Invalid enum value 'sglang'; one of triton_trtllm, dynamo, vllm",
+        ),
+        ("aliases: vllm", "metrics.aliases: "),
+        ("max_accounts: -1", "metrics.max_accounts: -1; 0 or more"),
+        (
+            "buckets: {bireme_queue_second: [1]}",
+            "buckets.bireme_queue_second: no histogram of bireme; did you mean bir",
+        ),
+        ("buckets: {bireme_requests_total: [1]}", "buckets.bireme_requests_total: no histogram of bireme"),
+        ("buckets: {trtllm_request_queue_time_seconds: [1]}", "_time_seconds: no histogram of bireme"),
+        ("buckets: {bireme_queue_seconds: []}", "buckets.bireme_queue_seconds: 0 bounds; give 1 to 64"),
+        (f"buckets: {{bireme_queue_seconds: {list(range(65))}}}", "buckets.bireme_queue_seconds: 65 bounds"),
+        ("buckets: {bireme_queue_seconds: [0.1, 2, 1]}", "buckets.bireme_queue_seconds: 1.0 after 2.0; bounds must"),
+        ("buckets: {bireme_queue_seconds: [1, 1]}", "buckets.bireme_queue_seconds: 1.0 after 1.0; bounds must"),
+        ("buckets: {bireme_queue_seconds: [-1, 1]}", "buckets.bireme_queue_seconds: -1.0; a bound is a finite number"),
+        ("buckets: {bireme_queue_seconds: [1, .inf]}", "buckets.bireme_queue_seconds: inf; a bound is a finite number"),
+        ("buckets: {bireme_queue_seconds: [.nan]}", "buckets.bireme_queue_seconds: nan; a bound is a finite number"),
+        ("buckets: {bireme_queue_seconds: [true]}", "metrics.buckets"),
+    ],
+)
+def test_what_metrics_can_not_be_is_refused_by_file_and_key(write, keys, message):
+    refused = refusal(write(f"{DECODE}metrics: {{{keys}}}"))
+    assert message in refused and refused.startswith(f"{write(DECODE)}/recipe.yaml: metrics.")
+
+
+def test_bounds_are_read_as_numbers(write):
+    recipe = load_recipe(write(DECODE + "metrics: {buckets: {bireme_queue_seconds: [0, 1, 2.5]}}"))
+    assert recipe.metrics.buckets == {"bireme_queue_seconds": (0.0, 1.0, 2.5)}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.metrics import TABLE, Registry, decode_delta, encode_delta
+from bireme.metrics import TABLE, Registry, decode_delta, encode_delta, use_buckets
 
 COUNTER, GAUGE, HISTOGRAM = "bireme_generated_tokens_total", "bireme_requests_running", "bireme_queue_seconds"
 CHANGES = st.lists(
@@ -80,6 +80,15 @@ def test_a_counter_that_has_been_started_is_there_before_its_first_event_and_cou
     registry.add(COUNTER, 3)
     registry.start(COUNTER)
     assert registry.take_delta().counters == [(COUNTER, ("decode",), 3)]
+
+
+def test_observations_fall_into_the_buckets_that_are_asked_for(monkeypatch):
+    monkeypatch.setitem(TABLE, HISTOGRAM, TABLE[HISTOGRAM])  # as it was, afterwards
+    use_buckets({HISTOGRAM: (1.0, 2.0)})
+    registry = Registry("decode")
+    for value in (0.5, 1.5, 7.0, 8.0):
+        registry.observe(HISTOGRAM, value)
+    assert registry.take_delta().histograms == [(HISTOGRAM, ("decode",), [1, 1, 2], 17.0)]
 
 
 def test_the_worker_is_put_first_unless_given():

@@ -27,7 +27,7 @@ from bireme.errors import ConfigError
 from bireme.launch.processes import started_at
 from bireme.launch.run_folder import FILES, RESPONSES
 from bireme.metric_aliases import aliases_of_frontend
-from bireme.metrics import Registry
+from bireme.metrics import Registry, use_buckets
 from bireme.observability.entry import open_traces
 from bireme.openai.app import Frontend
 from bireme.openai.followed_files import FollowedFiles
@@ -133,6 +133,7 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     """Return a server that is ready to run. Raises ConfigError."""
     override = with_discovery(os.environ.get("BIREME_OVERRIDE", ""), options.discovery)
     recipes = [load_recipe(path, override) for path in options.recipe or [None]]
+    _use_buckets(recipes)
     served = list(zip(recipes, _addresses(options.grpc, recipes), strict=True))
     metrics, tls = Registry("frontend"), _tls(options.tls_cert, options.tls_key)
     host = f"[{options.host}]" if ":" in options.host else options.host
@@ -168,6 +169,17 @@ def _live_settings(run_dir: Path) -> FollowedFiles:
     )
     live_settings.look(run_dir)
     return followed
+
+
+def _use_buckets(recipes: list[Recipe]) -> None:
+    first = recipes[0]
+    for other in recipes[1:]:
+        if other.metrics.buckets != first.metrics.buckets:
+            raise ConfigError(
+                f"{other.folder}/recipe.yaml: metrics.buckets: not those of {first.name}; recipes of one frontend share"
+                " its histograms, give them the same"
+            )
+    use_buckets(first.metrics.buckets)
 
 
 def _tls(cert: str | None, key: str | None) -> TlsFiles | None:

@@ -27,7 +27,7 @@ from bireme.discovery import live_settings
 from bireme.discovery.pulse import BEAT_S, SHM, Pulse, own_pulse
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, drop_frames
 from bireme.metric_aliases import aliases_of_worker
-from bireme.metrics import Registry
+from bireme.metrics import Registry, use_buckets
 from bireme.own_process import freeze_gc, reuse_memory, watch_parent
 from bireme.recipe_files import load_recipe
 from bireme.specs import ModelSpec
@@ -72,6 +72,7 @@ class Adapter:
         try:
             _shut_region()
             recipe = load_recipe()
+            use_buckets(recipe.metrics.buckets)
             self._build(recipe)
             self._loop.run(self._start(recipe))
             self._pulse = own_pulse()

@@ -35,7 +35,7 @@ from bireme.errors import ConfigError, UnavailableError, to_message
 from bireme.kv.transfer.base import KvTransfer
 from bireme.kv.wire.step_records import StepRing
 from bireme.messages import Capacity
-from bireme.metrics import Registry, limits_of
+from bireme.metrics import Registry, limits_of, use_buckets
 from bireme.own_process import freeze_gc, reuse_memory
 from bireme.own_work import SUFFIX, OwnWork
 from bireme.stop_signals import on_stop_signal
@@ -101,6 +101,7 @@ class EngineProcess:
     def _load(self) -> Gate:
         folder = run_folder.locate()
         recipe, entry = given_recipe(self._worker)
+        use_buckets(recipe.metrics.buckets)
         check_engine_config(entry)
         self._presence = presence = Presence(recipe, folder)
         self._parts.callback(presence.close)

@@ -19,7 +19,7 @@ from bireme.engines.stub.process_log import start_log
 from bireme.engines.video.base import AbortedError, Frames, VideoContext, VideoEngine
 from bireme.engines.video.link import EngineLink
 from bireme.errors import BiremeError, ConfigError, RequestCancelledError, UnavailableError, to_message
-from bireme.metrics import Registry
+from bireme.metrics import Registry, use_buckets
 from bireme.own_process import freeze_gc
 from bireme.stop_signals import on_stop_signal
 from bireme.video import wire
@@ -66,6 +66,7 @@ class VideoProcess:
 
     def _make_engine(self) -> VideoEngine:
         recipe, entry = given_recipe(self._worker)
+        use_buckets(recipe.metrics.buckets)
         model_path = recipe.worker_model_path(stage_of(self._worker)) if entry.kind.needs_model else ""
         context = VideoContext(self._worker, model_path, entry.engine_config, num_threads(recipe, entry))
         return self._create_engine(entry.engine, context)
