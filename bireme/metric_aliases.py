@@ -220,27 +220,33 @@ class Aliases:
 
     def translate(self, delta: MetricDelta) -> MetricDelta:
         """Return the change under the other names alone; levels that lack a source are left out."""
-        made = MetricDelta([], [], [])
+        made = MetricDelta([], self._levels_of(delta), [])
         for name, labels, amount in delta.counters:
-            for alias, found in self._named(name, labels):
-                made.counters.append((alias.name, found, amount))
+            made.counters.extend((alias.name, found, amount) for alias, found in self._named(name, labels))
         for name, labels, counts, total in delta.histograms:
             for alias, found in self._named(name, labels):
                 if alias.is_sum:
                     made.counters.append((alias.name, found, total))
                 else:
                     made.histograms.append((alias.name, found, counts, total))
-        levels = {(name, labels[1:]): value for name, labels, value in delta.gauges if labels[0] == self._worker}
-        for alias, first in self._levels:
-            values = [levels.get((source, alias.only)) for source in alias.sources]
-            known = [value for value in values if value is not None]
-            if len(known) == len(values):
-                labels = (*first, *(f"{value:.0f}" for value in known)) if alias.told else first
-                made.gauges.append((alias.name, labels, alias.form.of(*known)))
-                if alias.told and (before := self._told.get(alias.name, labels)) != labels:
-                    made.gauges.append((alias.name, before, 0.0))  # Triton takes no series off its page
-                self._told[alias.name] = labels
         return made
+
+    def _levels_of(self, delta: MetricDelta) -> list[tuple[str, Labels, float]]:
+        levels = {(name, labels[1:]): value for name, labels, value in delta.gauges if labels[0] == self._worker}
+        made = []
+        for alias, first in self._levels:
+            known = [levels[source, alias.only] for source in alias.sources if (source, alias.only) in levels]
+            if len(known) == len(alias.sources):
+                labels = (*first, *(f"{value:.0f}" for value in known)) if alias.told else first
+                made += [(alias.name, labels, alias.form.of(*known)), *self._former(alias, labels)]
+        return made
+
+    def _former(self, alias: Alias, labels: Labels) -> list[tuple[str, Labels, float]]:
+        """Return what takes back the series of other levels: Triton takes none off its page."""
+        if not alias.told:
+            return []
+        before, self._told[alias.name] = self._told.get(alias.name, labels), labels
+        return [(alias.name, before, 0.0)] if before != labels else []
 
     def _named(self, source: str, labels: Labels) -> Iterable[tuple[Alias, Labels]]:
         if labels[0] != self._worker:
