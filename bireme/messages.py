@@ -167,7 +167,7 @@ class EngineSpan(msgspec.Struct, array_like=True, frozen=True):
     name: str
     start_us: int
     end_us: int
-    attributes: dict[str, str | float | bool] = {}
+    attributes: dict[str, str | int | float | bool] = {}
 
 
 class Finish(msgspec.Struct, array_like=True, gc=False):

@@ -99,6 +99,13 @@ TABLE: dict[str, MetricSpec] = {
             "outcome",
         ),
         _counter("bireme_traceparents_ignored_total", "Requests with a malformed traceparent: a trace begins here."),
+        _counter("bireme_trace_spans_exported_total", "Spans that the collector has taken."),
+        _counter(
+            "bireme_trace_spans_dropped_total",
+            "Spans that no collector gets: of traces that the queue had no room for (queue_full), refused or late"
+            " (not_taken), left at the end of the process (shutdown).",
+            "reason",
+        ),
         _histogram("bireme_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS),
         _histogram("bireme_inter_token_latency_seconds", "Gap between two deliveries of a stream.", _SECONDS),
         _histogram("bireme_request_seconds", "From arrival to end.", _SECONDS),

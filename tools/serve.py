@@ -45,6 +45,7 @@ from bireme.launch.quick_recipe import write_recipe
 from bireme.launch.run_folder import RunFolder
 from bireme.launch.tritonserver import address
 from bireme.launch.value_sources import Layer
+from bireme.observability.otlp import DEFAULT_ENDPOINT
 from bireme.recipe_files import load_recipe
 from bireme.stop_signals import on_stop_signal
 
@@ -274,6 +275,11 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin-tls-cert", default="", metavar="FILE", help="of the door, which then speaks https")
     parser.add_argument("--admin-tls-key", default="", metavar="FILE", help="its key")
     parser.add_argument("--admin-client-ca", default="", metavar="FILE", help="whose client certificates it asks for")
+    parser.add_argument(
+        "--enable-otel", action="store_true",
+        help="send traces, as OTEL_EXPORT_ENABLED=1 does: to OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or the recipe's"
+        f" observability.traces.endpoint, else to {DEFAULT_ENDPOINT}",
+    )  # fmt: skip
     parser.add_argument("--frontend-processes", type=int, default=1, metavar="N", help="that share the OpenAI port")
 
 
@@ -292,6 +298,8 @@ def settings_of(options: argparse.Namespace, run_folder: RunFolder) -> Deploymen
         )
     override = with_discovery(add_settings(options.override, options.set), options.discovery)
     recipe = load_recipe(folder, override)
+    if options.enable_otel:
+        os.environ["OTEL_EXPORT_ENABLED"] = "1"  # of everything that is started
     hosts = hosts_of(options)
     has_keys = bool(options.api_keys or os.environ.get("BIREME_API_KEYS") or recipe.frontend.api_keys)
     check_openings(hosts, recipe, has_keys=has_keys and not options.triton_without_keys, advertise=options.advertise)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import secrets
 import socket
 import threading
@@ -57,6 +58,7 @@ from bireme.launch.tritonserver import (
     thread_pool_size,
 )
 from bireme.launch.watchdog import StubWatchdog
+from bireme.observability.otlp import has_traces
 from bireme.workers.grpc_tls import GrpcTls
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 30.0
@@ -388,6 +390,7 @@ class Deployment:
             allow_client_shm=settings.allow_client_shm,
             visible_keys=settings.visible_keys,
             grpc_tls=GrpcTls.of(settings.recipe),
+            has_traces=has_traces(settings.recipe, os.environ | environment),
             environment=environment,
             arguments=settings.triton_arguments,
         )

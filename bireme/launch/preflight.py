@@ -29,6 +29,7 @@ from bireme.launch.installation import Installation, find_installation, find_lib
 from bireme.launch.ports import Listener, is_free
 from bireme.launch.processes import command_line
 from bireme.launch.run_folder import SHM
+from bireme.observability.otlp import check_traces
 from bireme.observability.request_log import path_of
 from bireme.observability.rotated_files import check_writable
 from bireme.workers.grpc_tls import GrpcTls
@@ -65,6 +66,7 @@ def check_all(
     problems += check_model(recipe)
     problems += check_grpc_tls(recipe)
     problems += check_request_log(recipe)
+    problems += check_traces(recipe, environment)
     installation = None
     try:
         installation = find_installation(environment)

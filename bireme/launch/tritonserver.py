@@ -41,12 +41,15 @@ from bireme.launch.model_configs import are_whole
 from bireme.launch.ports import Hosts, Ports, free_ports, listen_flags, own_host
 from bireme.launch.repository import link_models
 from bireme.launch.run_folder import RunFolder
+from bireme.observability.otlp import has_traces
 from bireme.recipe_files import load_recipe
 from bireme.workers.grpc_tls import GrpcTls
 
 _TAIL_LINES = 400
 _SHOWN_LINES = 30
 _RESTRICTIONS = ("--http-restricted-api", "--grpc-restricted-protocol")
+# Headers that become request parameters. Triton does so on gRPC and on HTTP's /infer, not on /generate_stream.
+_TRACE_HEADERS = tuple(f"--{door}-header-forward-pattern=(?i)trace(parent|state)" for door in ("http", "grpc"))
 _ECHO = "Non-graceful termination detected"
 # Blocked BLS calls and sends share a model's pool threads; the threads not for BLS are left to the sends.
 _THREADS_FOR_SENDS = 32
@@ -76,6 +79,7 @@ class ServerOptions:
     allow_client_shm: bool = False  # clients may have the server map memory of their choice
     visible_keys: bool = False  # start as well where the server's keys can't be hidden from other users of the host
     grpc_tls: GrpcTls | None = None
+    has_traces: bool = False  # models are told of their callers' traces
     environment: Mapping[str, str] = field(default_factory=dict)  # on top of the process's own
     arguments: tuple[str, ...] = ()  # more flags, last
 
@@ -301,6 +305,7 @@ class Server:
             f"--exit-timeout-secs={options.exit_timeout_s}",
             *self._restrictions(),
             *(options.grpc_tls.server_flags() if options.grpc_tls is not None else ()),
+            *(_TRACE_HEADERS if options.has_traces else ()),
             f"--backend-config=python,shm-region-prefix-name={self.run_folder.shm_prefix}",
             f"--backend-config=python,thread-pool-size={options.thread_pool_size}",
         ]
@@ -425,6 +430,7 @@ def start_server(
         options = ServerOptions(
             repositories=repositories, ports=ports or free_ports(), models=models, environment=environment,
             arguments=arguments, allow_client_shm=allow_client_shm, grpc_tls=GrpcTls.of(recipe),
+            has_traces=has_traces(recipe, os.environ | environment),
         )  # fmt: skip
         server = Server(options, run_folder, log_path=run_folder.path / "tritonserver.log")
         with server:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 from bireme.config import Recipe
 from bireme.discovery import run_folder
 from bireme.metrics import Registry
+from bireme.observability.otlp import OtlpExporter, traces_config
 from bireme.observability.request_log import RequestLog
 from bireme.observability.traces import Traces
 
 
 def open_traces(recipe: Recipe, metrics: Registry) -> Traces | None:
     """Return what traces the requests of this process; None where nobody reads any. Raises ConfigError."""
-    traces = Traces(metrics)
+    config = traces_config(recipe.observability.traces, os.environ)
+    traces = Traces(metrics, config.sample_ratio if config.endpoint else None)
+    if config.endpoint:
+        exporter = OtlpExporter(config, metrics)
+        traces.subscribe(exporter.take, close=exporter.close)
     if recipe.observability.request_log.path:
         log = RequestLog.of(recipe, metrics, run_folder.deployment_key(run_folder.locate()))
         traces.subscribe(log.note, wants_all=True, close=log.close)

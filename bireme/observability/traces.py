@@ -127,7 +127,7 @@ def begin_trace(traces: Traces, name: str, inputs: Tensors, arrived_at: float) -
     Its request parameters name the caller: a client's own, or headers that the server turns into them.
     """
     info = info_of(inputs)
-    given = info.parameters
+    given = {name.lower(): value for name, value in info.parameters.items()}  # an HTTP header's as it was sent
     identity = traces.identify(str(given.get("traceparent", "")), str(given.get("tracestate", "")))
     trace = traces.begin(name, identity, arrived_at)
     if trace is not None:

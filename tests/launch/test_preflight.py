@@ -20,6 +20,8 @@ from bireme.kv.compile import KERNELS
 from bireme.launch import installation, preflight
 from bireme.launch.installation import Installation, find_installation
 from bireme.launch.ports import Listener
+from bireme.observability import otlp
+from bireme.observability.otlp import check_traces
 from bireme.recipe_files import load_recipe
 
 Usage = namedtuple("Usage", "total used free")
@@ -274,3 +276,12 @@ def test_a_request_log_that_can_t_be_written_is_named_by_its_key(tmp_path):
     ]
     assert problems[0] == problems[2] == []
     assert re.match(r"observability\.request_log\.path: .*/missing/log: can't be written: No such file", problems[1][0])
+
+
+def test_traces_without_their_packages_name_the_extra(monkeypatch):
+    recipe = load_recipe(None, '{"observability": {"traces": {"endpoint": "http://127.0.0.1:4317"}}}')
+    assert check_traces(recipe, {}) == []
+    monkeypatch.setattr(otlp.importlib.util, "find_spec", lambda name: None)
+    assert "bireme[otel]" in check_traces(recipe, {})[0]
+    assert check_traces(recipe, {"OTEL_EXPORT_ENABLED": "0"}) == []
+    assert "OTEL_EXPORT_ENABLED" in check_traces(recipe, {"OTEL_EXPORT_ENABLED": "yes"})[0]

@@ -186,5 +186,5 @@ def test_a_traced_transfer_tells_its_bytes_and_its_way(pair):
         span.name: span for span in decode(second, finish.disaggregated_params, traceparent=traceparent).wait().spans
     }
     transfer = spans["transfer"]
-    assert transfer.attributes["bytes"] > 0 and transfer.attributes["way"] in ("mapped", "DEFAULT", "shm")
+    assert transfer.attributes["bytes"] > 0 and transfer.attributes["way"] in ("mapped", "shm")
     assert spans["queue"].end_us == transfer.start_us and transfer.end_us <= spans["generate"].end_us
