@@ -229,6 +229,8 @@ RECORDS = Row(
                 choice=by("worker", "result"),
                 shape="stacked",
             ),
+            lines("Spans that the collector takes", "bireme_trace_spans_exported_total", units.RecordsPerSecond),
+            rare("Spans that no collector gets", "bireme_trace_spans_dropped_total", choice=by("worker", "reason")),
             rare("Malformed traceparents", "bireme_traceparents_ignored_total"),
         ],
     ],
