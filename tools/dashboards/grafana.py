@@ -16,7 +16,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard, heatmap, prometheus
 
 from tools.dashboards.panels import Board, Limits, Panel, Row
-from tools.dashboards.queries import OF_ALL, OF_MODEL, Query
+from tools.dashboards.queries import OF_MODEL, Query, by
 
 SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 PROVISIONED = dashboard.VariableOption(text="Prometheus", value="prometheus")  # provisioning/datasources names it so
@@ -242,5 +242,6 @@ def _label_variable(name: str, label: str) -> dashboard_builder.QueryVariable:
 
 
 def _restarts() -> _Restarts:
-    expression = f"sum by (worker, cause) (increase({RESTARTS}{{{OF_ALL}}}[1m])) > 0"
+    choice = by("worker", "cause")
+    expression = choice.grouped("sum", f"increase({RESTARTS}{choice.of(RESTARTS)}[1m])") + " > 0"
     return _Restarts(name="Engine restarts", datasource=SOURCE, enable=True, icon_color=RED, expr=expression)
