@@ -1,9 +1,11 @@
 """Kubernetes manifests of recipes: strictly valid for three versions, and each name in them is there."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -15,7 +17,7 @@ from tools import make_manifests, serve
 from tools.manifests.objects import ADMIN, KEYS, RECIPE
 
 VERSIONS = ("1.30", "1.33", "1.37")
-OURS = ("ServiceMonitor", "InferencePool", "Kustomization", "Component")
+THEIRS, KUSTOMIZE = ("ServiceMonitor", "InferencePool"), ("Kustomization", "Component")
 ETCD = ("--discovery", "etcd://etcd:2379")
 CASES = {
     "tiny": ("--cpu-only",),
@@ -42,7 +44,7 @@ def made(request, tmp_path_factory):
 
 def objects_of(folder):
     paths = sorted(folder.rglob("*.yaml"))
-    return [one for path in paths for one in yaml.safe_load_all(path.read_text()) if one["kind"] not in OURS[2:]]
+    return [one for path in paths for one in yaml.safe_load_all(path.read_text()) if one["kind"] not in KUSTOMIZE]
 
 
 def deployments(folder):
@@ -56,8 +58,19 @@ def container(deployment):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_strictly_valid(made, version):
     for one in objects_of(made):
-        if one["kind"] not in OURS:
+        if one["kind"] not in THEIRS:
             kubernetes_validate.validate(one, version, strict=True)
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_so_is_what_others_have_defined(made, kind):
+    """By the structure that its own project publishes."""
+    schema = json.loads((Path(__file__).parent / "crds" / f"{kind}.json").read_text())
+    for one in objects_of(made):
+        if one["kind"] == kind:
+            jsonschema.validate(one, schema)
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(one | {"spec": one["spec"] | {"selectors": {}}}, schema)
 
 
 def test_the_check_is_strict(made):
