@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import subprocess
 
+import msgspec
 import pytest
 
 from bireme.config import KvEventsConfig, RouterConfig
@@ -16,10 +18,12 @@ from bireme.kv.following.index import KvIndex
 from bireme.kv.publishing.nats_plane import NatsPlane
 from bireme.kv.routing.router import WorkerRouter
 from bireme.kv.wire.nats_connection import ENDPOINT, MAC_HEADER, SEQ_HEADER
+from bireme.kv.wire.step_records import StepRing
 from bireme.launch.ports import free_port
 from bireme.metrics import Registry
 from tests.engines.engine_fixtures import wait_for
 from tests.kv.publishing.published import KEY, SIZE, Published, out_of_step
+from tests.kv.publishing.test_step_stream import step as make_step
 
 PROMPT = list(range(100, 100 + 8 * SIZE))
 HASHES = sequence_hashes(PROMPT, SIZE)
@@ -72,7 +76,8 @@ def publish(tmp_path):
     made = []
 
     def make(config, worker="decode", life=7, **settings):
-        made.append(Published(tmp_path, worker, life, plane=NatsPlane(config, worker, life, KEY), **settings))
+        plane = NatsPlane(config, worker, life, KEY, has_steps="ring" in settings)
+        made.append(Published(tmp_path, worker, life, plane=plane, **settings))
         return made[-1]
 
     yield make
@@ -239,6 +244,36 @@ def test_a_reader_with_another_key_hears_nothing(config, publish, follow):
     one.store(PROMPT)
     wait_for(lambda: depth(friend) == 8)
     assert depth(stranger) == 0 and stranger.loads == {}
+
+
+def test_step_records_have_a_signed_subject_of_their_own(config, server, publish):
+    one = publish(config, ring=StepRing())
+    subject = one.record.step_endpoint.removeprefix(ENDPOINT) + ".steps"
+
+    def step():
+        one.ring.add(make_step())
+        one.publisher.wake()
+
+    number, record = asyncio.run(_heard(server.url, subject, step))
+    assert (number, record["worker_id"], record["life"]) == (record["counter_id"], "decode@here:1", 7)
+
+
+async def _heard(url, subject, act):
+    """Act until a step's record is heard; return its seq and itself."""
+    import nats
+
+    client = await nats.connect(url)
+    reader = await client.subscribe(subject)
+    for _ in range(200):
+        act()
+        with contextlib.suppress(TimeoutError):
+            message = await reader.next_msg(0.1)
+            record = msgspec.msgpack.decode(message.data)
+            if record["wall_time"]:
+                assert len(message.headers[MAC_HEADER]) == 32
+                await client.close()
+                return int(message.headers[SEQ_HEADER]), record
+    raise AssertionError("no record was heard")
 
 
 def test_closing_ends_the_threads(config, publish, follow):
