@@ -26,7 +26,7 @@ from bireme.observability.traces import Traces
 from bireme.openai.accounts import AccountNames, Accounts
 from bireme.openai.batch.line_gate import Endpoint
 from bireme.openai.batch.routes import FileRoutes
-from bireme.openai.call_traces import TRACED_PATHS, CallTraces, note_failure
+from bireme.openai.call_traces import CallTraces, note_failure
 from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.browser_guard import BrowserGuard
 from bireme.openai.http.call import JSON_ONLY, Call, ClientGoneError, Handler, Post, Receive, Scope, Send
@@ -59,6 +59,12 @@ from bireme.pipelines.chat_answer import encode_json
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 _MODEL_PATH = "/v1/models/"
+_TRACED_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/batches"),
+        *("/v1/videos", "/v1/videos/generations", "/v1/images/generations", *SCORE_PATHS, *RERANK_PATHS),
+    }
+)
 _ANTHROPIC_VERSION = b"anthropic-version"  # a header that Anthropic's clients send and no others
 _MESSAGES_PATH = "/v1/messages"  # it and all below speak Anthropic's API
 _GONE = 499  # in log and metrics: the client left before the reply
@@ -93,7 +99,7 @@ class Frontend:
         self._teller: asyncio.AbstractServer | None = None
         self._config = config or FrontendConfig()
         self._video_routes = VideoRoutes(self._videos, metrics, self._config.comment_interval_s)
-        self._stored = StoredResponses(self._config, models, keys, responses_folder)
+        self._stored = StoredResponses(self._config, models, keys, responses_folder, self._traces)
         self._files_folder = files_folder
         self._followed, self._tasks = followed, list[asyncio.Task[None]]()
         self._files: FileRoutes | None = None
@@ -142,7 +148,7 @@ class Frontend:
         }
         self._files = FileRoutes(
             self._config, self._files_folder, endpoints, lambda: self._keys, self._metrics,
-            lines_rest=all(model.rests_lines for model in followed),
+            lines_rest=all(model.rests_lines for model in followed), traces=self._traces,
         )  # fmt: skip
         gate = self._files.gate
         stores: list[StoreThread[Any]] = [
@@ -273,7 +279,7 @@ class Frontend:
         if handler is None:
             allowed = ", ".join(methods).encode()
             raise HttpError(405, f"{call.method[:16]}: send {allowed.decode()}", headers=((b"allow", allowed),))
-        if self._traces is not None and call.method == "POST" and call.path in TRACED_PATHS:
+        if self._traces is not None and call.method == "POST" and call.path in _TRACED_PATHS:
             self._traces.begin(call)
         await handler(call)
 

@@ -10,15 +10,7 @@ from bireme.observability.traces import Traces
 from bireme.openai.http.call import Call, Patience
 from bireme.openai.http.error_replies import HttpError
 from bireme.openai.keys import OPEN
-from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS
-from bireme.request_trace import RequestTrace, Span, error_text, new_span_id
-
-TRACED_PATHS = frozenset(
-    {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/batches"),
-        *("/v1/videos", "/v1/videos/generations", "/v1/images/generations", *SCORE_PATHS, *RERANK_PATHS),
-    }
-)
+from bireme.request_trace import RequestTrace, Span, SpanLink, error_text, new_span_id, parse_traceparent
 
 
 class CallTraces:
@@ -28,8 +20,11 @@ class CallTraces:
     async def close(self) -> None:
         await self._traces.close()
 
-    def begin(self, call: Call) -> None:
-        """Give the call its trace, if anybody wants it; log and reply tell the id of each."""
+    def begin(self, call: Call, link: str = "") -> None:
+        """Give the call its trace, if anybody wants it; log and reply tell the id of each.
+
+        `link`: the traceparent of what has made it, if it is a line of a batch.
+        """
         given = b"" if call.is_repeated(b"traceparent") else call.header(b"traceparent")
         state = b",".join(value for name, value in call.headers if name == b"tracestate") if given else b""
         identity = self._traces.identify(given.decode("latin-1"), state.decode("latin-1"))
@@ -40,6 +35,7 @@ class CallTraces:
             return
         trace.request_id, trace.tenant = call.request_id.decode(), call.tenant.name
         trace.root.attributes |= {"http.request.method": call.method, "http.route": call.path}
+        _add_link(trace, link)
         call.add_header(b"traceresponse", trace.traceparent(trace.root).encode())
 
     def end(self, call: Call) -> None:
@@ -50,6 +46,17 @@ class CallTraces:
         if call.notes.get("outcome") == RequestCancelledError.code:
             note_failure(trace, asyncio.CancelledError())
         self._traces.end(trace)
+
+    def begin_background(self, path: str, link: str) -> RequestTrace | None:
+        """Begin the trace of work that goes on when its request has its answer: one of its own."""
+        trace = self._traces.begin(f"background {path}", self._traces.identify(), time.monotonic())
+        if trace is not None:
+            _add_link(trace, link)
+        return trace
+
+    def end_background(self, trace: RequestTrace, error: BaseException | None, **attributes: str) -> None:
+        trace.root.attributes |= attributes
+        self._traces.end(trace, error)
 
 
 def note_failure(trace: RequestTrace, error: BaseException) -> None:
@@ -67,6 +74,16 @@ def _facts(call: Call) -> dict[str, object]:
         "key": call.tenant.name if call.tenant is not OPEN else None,
     }
     return {"http.response.status_code": call.status} | {name: one for name, one in named.items() if one is not None}
+
+
+def trace_of(call: Call) -> str:
+    """Return the traceparent by which later work names this call; "": nobody traces it."""
+    return call.trace.traceparent(call.trace.root) if call.trace is not None else ""
+
+
+def _add_link(trace: RequestTrace, link: str) -> None:
+    if (named := parse_traceparent(link)) is not None:
+        trace.links.append(SpanLink(named.trace_id, named.parent_id))
 
 
 class ClientWait:

@@ -1,6 +1,7 @@
 """What the frontend's traces tell, whichever API is asked."""
 
 import asyncio
+import json
 import logging
 
 import pytest
@@ -9,14 +10,16 @@ from bireme.errors import ResourceExhaustedError
 from bireme.metrics import Registry
 from bireme.observability.traces import Traces
 from tests.observability.span_trees import check_tree, shown
+from tests.openai.batch.forms import upload
 from tests.openai.conftest import Reply
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "tracestate": "a=1"}
 ANSWERED = ["  tokenize", "  attempt", "    route", "    decode", "      queue", "      generate"]
 USER = [{"role": "user", "content": "hi"}]
+CHAT = {"messages": USER, "max_tokens": 4}
 APIS = {
-    "/v1/chat/completions": {"messages": USER, "max_tokens": 4},
+    "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "hi", "max_tokens": 4},
     "/v1/responses": {"input": "hi", "max_output_tokens": 4},
     "/v1/messages": {"messages": USER, "max_tokens": 4},
@@ -127,3 +130,39 @@ async def test_paths_that_compute_nothing_are_not_traced(frontend):
     bench = await frontend(traces=traces)
     reply = await bench.call("GET", "/v1/models", headers=CALLER).end()
     assert "traceresponse" not in reply.headers and read == []
+
+
+async def test_lines_of_a_batch_have_trees_of_their_own_that_name_its_creation(frontend):
+    traces, read = reading()
+    bench = await frontend(traces=traces)
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "test"} | CHAT}
+    content = b"".join(json.dumps(line | {"custom_id": str(number)}).encode() + b"\n" for number in range(2))
+    file = (await upload(bench, content)).json()
+    body = {"input_file_id": file["id"], "endpoint": line["url"], "completion_window": "24h"}
+    assert (await bench.call("POST", "/v1/batches", body, CALLER).end()).status == 200
+    while len(read) < 3:
+        for generation in list(bench.workers.running):
+            generation.emit()
+        await asyncio.sleep(0.001)
+    roots = {trace.trace_id: trace.root.name for trace in read}
+    [made] = [trace for trace in read if trace.root.name == "POST /v1/batches"]
+    answered = [trace for trace in read if trace.root.name == "POST /v1/chat/completions"]
+    assert len(roots) == 3 and made.trace_id == TRACE
+    for trace in answered:
+        check_tree(trace)
+        assert trace.links == [(TRACE, made.root.span_id)] and "attempt" in {span.name for span in trace.spans}
+
+
+async def test_a_background_response_has_a_tree_of_its_own_that_names_its_request(frontend):
+    traces, read = reading()
+    bench = await frontend(traces=traces)
+    body = {"model": "test", "input": "hi", "max_output_tokens": 4, "background": True}
+    queued = await bench.call("POST", "/v1/responses", body, CALLER).end()
+    await bench.workers.emit(4)
+    while len(read) < 2:
+        await asyncio.sleep(0.01)
+    asked, answered = read
+    check_tree(answered)
+    assert shown(answered) == ["background /v1/responses", *ANSWERED]
+    assert answered.links == [(TRACE, asked.root.span_id)] and answered.trace_id != TRACE
+    assert answered.root.attributes == {"response": queued.json()["id"]} and answered.root.error == ""

@@ -29,6 +29,7 @@ from bireme.openai.batch.batch_store import UNFINISHED, StoredBatch
 from bireme.openai.batch.files import FilesAndBatches, FilesApi, age_of
 from bireme.openai.batch.line_gate import Endpoint, LineGate
 from bireme.openai.batch.results import write_results
+from bireme.openai.call_traces import CallTraces, note_failure, trace_of
 from bireme.openai.http.call import JSON, Call, Message
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.query import limit_of, page_tree, query_of
@@ -85,10 +86,11 @@ class Batches:
     def __init__(
         self, config: FrontendConfig, store: StoreThread[FilesAndBatches], files: FilesApi,
         endpoints: Mapping[str, Endpoint], keys: Callable[[], ApiKeys | None], metrics: Registry, lines_rest: bool,
+        traces: CallTraces | None = None,
     ) -> None:  # fmt: skip
         """`endpoints`: by their paths. `lines_rest`: all engines let lines rest beside other requests."""
         self._config, self._store, self._files = config, store, files
-        self._endpoints, self._keys, self._metrics = endpoints, keys, metrics
+        self._endpoints, self._keys, self._metrics, self._traces = endpoints, keys, metrics, traces
         most, beside_live = config.batches.max_concurrency, config.batches.max_beside_live
         self.gate = LineGate(most, (most if lines_rest else 1) if beside_live is None else beside_live)
         self._watcher: asyncio.Task[None] | None = None
@@ -119,6 +121,8 @@ class Batches:
         tenant, limit = call.tenant.name, self._config.batches.max_unfinished
         now = int(time.time())
         details = {"completion_window": body.completion_window, "metadata": body.metadata, "max_age_s": max_age_s}
+        if call.trace is not None:
+            details["trace"] = trace_of(call)
         new = StoredBatch(f"batch_{secrets.token_hex(16)}", tenant, "validating", None, now, now + window_s, file.id,
                     body.endpoint, encode_json(details))  # fmt: skip
         batch = await self._store.do(lambda own: own.batches.add(new, limit))
@@ -228,7 +232,7 @@ class Batches:
         failed_at, pauses = None, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             async with self.gate:
-                call, body = await self._ask(batch.endpoint, bytes(line.body), tenant)
+                call, body = await self._ask(batch, bytes(line.body), tenant)
             if call.status not in _PASSING:
                 break
             failed_at = failed_at or time.monotonic()  # waits at the gate before are no failure
@@ -241,8 +245,8 @@ class Batches:
         self._metrics.add("bireme_batch_lines_total", 1, str(call.status))
         return len(shown)
 
-    async def _ask(self, endpoint: str, data: bytes, tenant: Tenant) -> tuple[Call, bytes]:
-        body = bytearray()
+    async def _ask(self, batch: StoredBatch, data: bytes, tenant: Tenant) -> tuple[Call, bytes]:
+        body, endpoint = bytearray(), batch.endpoint
 
         async def send(message: Message) -> None:
             body.extend(message.get("body", b""))
@@ -250,14 +254,21 @@ class Batches:
         scope = {"type": "http", "method": "POST", "path": endpoint, "query_string": b"", "headers": [JSON]}
         call = Call(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]  # nobody leaves
         call.tenant, call.is_batch = tenant, True
+        if self._traces is not None:
+            self._traces.begin(call, batch.fields.get("trace", ""))
         try:
             await self._endpoints[endpoint].post(call, data)
         except Exception as error:
+            if call.trace is not None:
+                note_failure(call.trace, error)
             if is_internal(error):
                 logger.error("line_failed request_id=%s error=%s", call.request_id.decode(), error)
             reply = call.error_reply(error)
             drop_frames(error)
             await call.reply(reply.status, reply.body)
+        finally:
+            if self._traces is not None and call.trace is not None:
+                self._traces.end(call)
         return call, bytes(body)
 
     async def _end(self, batch: StoredBatch, problems: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from bireme.openai.batch.batches import Batches
 from bireme.openai.batch.files import PATH as FILES_PATH
 from bireme.openai.batch.files import FilesAndBatches, FilesApi
 from bireme.openai.batch.line_gate import Endpoint
+from bireme.openai.call_traces import CallTraces
 from bireme.openai.http.call import Handler, Post
 from bireme.openai.keys import ApiKeys
 from bireme.openai.store_thread import StoreThread
@@ -22,7 +23,7 @@ class FileRoutes:
 
     def __init__(
         self, config: FrontendConfig, folder: Path | None, endpoints: Mapping[str, Endpoint],
-        keys: Callable[[], ApiKeys | None], metrics: Registry, lines_rest: bool,
+        keys: Callable[[], ApiKeys | None], metrics: Registry, lines_rest: bool, traces: CallTraces | None = None,
     ) -> None:  # fmt: skip
         """`folder`: None: one that goes with this process. `endpoints`: of batches, by their paths. `lines_rest`: all
         engines let lines rest beside other requests.
@@ -30,7 +31,7 @@ class FileRoutes:
         self._is_on, self._is_shared = config.files.max_files > 0, folder is not None
         self.store = StoreThread(folder, lambda place: FilesAndBatches(place, config), "files")
         self._files = FilesApi(config, self.store)
-        self._batches = Batches(config, self.store, self._files, endpoints, keys, metrics, lines_rest)
+        self._batches = Batches(config, self.store, self._files, endpoints, keys, metrics, lines_rest, traces)
         self.gate = self._batches.gate
 
     def routes(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from bireme.child_process import Backoff
 from bireme.config import FrontendConfig
 from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError, drop_frames
 from bireme.gathering import end_all
+from bireme.openai.call_traces import CallTraces, note_failure, trace_of
 from bireme.openai.http.call import Call, Handler, Post
 from bireme.openai.http.error_replies import HttpError, RateLimitError, is_internal
 from bireme.openai.http.pace import Pacer
@@ -39,6 +41,7 @@ from bireme.openai.text.served_model import Models, ServedModel
 from bireme.openai.text.truncation import truncated
 from bireme.pipelines.chat_answer import ResponseMeta, encode_json
 from bireme.pipelines.side_by_side import count_request
+from bireme.request_trace import RequestTrace
 
 PATH = "/v1/responses"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRY_S = 0.25, 10.0, 300.0  # of a background response whose server is away
@@ -55,6 +58,7 @@ class _BackgroundJob:
     model: ServedModel
     request: ResponseRequest
     form: ResponseForm
+    link: str = ""  # the traceparent of the request that began it
 
 
 @dataclass(slots=True)
@@ -69,10 +73,13 @@ class _Orphan:
 class StoredResponses:
     """`start` and `stop` on the loop that serves."""
 
-    def __init__(self, frontend: FrontendConfig, models: Models, keys: ApiKeys | None, folder: Path | None) -> None:
+    def __init__(
+        self, frontend: FrontendConfig, models: Models, keys: ApiKeys | None, folder: Path | None,
+        traces: CallTraces | None = None,
+    ) -> None:  # fmt: skip
         """`folder`: of the database; None: one that goes with this process."""
         config = self._config = frontend.responses
-        self._models, self._keys, self._frontend = models, keys, frontend
+        self._models, self._keys, self._frontend, self._traces = models, keys, frontend, traces
         self._is_shared = folder is not None
         self.store = StoreThread(folder, lambda place: ResponseStore(place, config), "responses")
         self._do = self.store.do
@@ -215,7 +222,7 @@ class StoredResponses:
         new = NewResponse(form.id, tenant.name, body.previous_response_id or request.conversation, queued, items, again)
         if not await self._do(ResponseStore.begin, new, limit):
             raise RateLimitError(f"{limit} background responses of this key have not ended, its limit", 1)
-        self._run(_BackgroundJob(form.id, tenant, model, request, form))
+        self._run(_BackgroundJob(form.id, tenant, model, request, form, trace_of(call)))
         call.notes["outcome"] = "queued"
         if not request.chat.stream:
             await call.reply(200, queued)
@@ -242,9 +249,10 @@ class StoredResponses:
             task.cancel()
 
     async def _work(self, job: _BackgroundJob) -> None:
+        trace = None if self._traces is None else self._traces.begin_background(PATH, job.link)
         try:
             async with self._logged(job) as log:
-                response, output = await self._answer(job, log)
+                response, output = await self._answer(job, log, trace)
                 if log is not None:
                     await log.finish()
                 await self._end(job, response, output)
@@ -252,6 +260,10 @@ class StoredResponses:
             logger.exception("response_failed id=%s", job.id)
             drop_frames(error)
             await self._end(job, job.form.json("failed", [], error=failure_json(error)), None)
+        finally:
+            if self._traces is not None and trace is not None:
+                trace.tenant = job.tenant.name
+                self._traces.end_background(trace, sys.exception(), response=job.id)
 
     @contextlib.asynccontextmanager
     async def _logged(self, job: _BackgroundJob) -> AsyncIterator[EventLog | None]:
@@ -284,7 +296,9 @@ class StoredResponses:
                 drop_frames(error)
                 await asyncio.sleep(_LONGEST_PAUSE_S)
 
-    async def _answer(self, job: _BackgroundJob, log: EventLog | None) -> tuple[bytes, list[Item] | None]:
+    async def _answer(
+        self, job: _BackgroundJob, log: EventLog | None, trace: RequestTrace | None
+    ) -> tuple[bytes, list[Item] | None]:
         """Return the response, failed or not, and what its conversation gets; what may pass is tried again."""
         began_at, pauses = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         services, chat = job.model.services, job.request.chat
@@ -294,9 +308,12 @@ class StoredResponses:
             answer = job.request.answer(job.form, *((log.events, log.stream) if log is not None else ()))
             try:
                 with services.admitted():
-                    await job.model.chat.run(chat, answer, time.monotonic(), job.tenant.take_prompt)
+                    take_prompt = job.tenant.take_prompt
+                    await job.model.chat.run(chat, answer, time.monotonic(), take_prompt, trace=trace)
                 response = answer.json()
             except Exception as error:  # whatever it is: its client asks again and again until there is an end
+                if trace is not None:
+                    note_failure(trace, error)
                 if not _is_passing(error) or time.monotonic() - began_at >= _RETRY_S:
                     return _failed(job, answer, error, began_at), None
                 drop_frames(error)
@@ -304,6 +321,8 @@ class StoredResponses:
                 if log is not None and answer.has_begun:
                     log.begin_anew(job.form.json("queued", []))
                 continue
+            if trace is not None:
+                trace.root.error = ""
             assert answer.usage is not None, "an answer without an error has finished"
             job.tenant.take_generated(answer.usage.completion_tokens)
             count_request(services.metrics, answer.status, began_at)
