@@ -10,7 +10,9 @@ import torch
 
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.forward import Forward, StepPath
+from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.step import Batch
+from bireme.metrics import Registry
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
 from tests.engines.torch.tiny_models import SETTINGS
@@ -52,6 +54,21 @@ def paths(engine):
     engine.settle()
     counters = engine.metrics.take_delta().counters
     return {labels[-1]: count for name, labels, count in counters if name == "bireme_engine_steps_total"}
+
+
+def test_steps_of_a_path_are_counted_together_and_soon():
+    registry = Registry("decode")
+    accounts = TorchMetrics(registry, "decode")
+
+    def told(path, count):
+        for _ in range(count):
+            accounts.stepped(path, 0.001, 1)
+        counters = registry.take_delta().counters
+        return {labels[-1]: count for name, labels, count in counters if name == "bireme_engine_steps_total"}
+
+    assert told(StepPath.PACKED, 3) == {}
+    assert told(StepPath.RESIDENT, 64) == {"packed": 3}
+    assert told(StepPath.RESIDENT, 65) == {"resident": 128}
 
 
 def two_prompts(engine):

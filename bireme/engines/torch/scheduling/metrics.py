@@ -24,6 +24,7 @@ _TIER_COUNTERS = tuple(
     for name in ("offloaded_blocks", "offloaded_bytes", "onboarded_blocks", "onboarded_bytes", "offload_missed_blocks",
                  "tier_failures")
 )  # fmt: skip
+_MOST_STEPS_UNTOLD = 64
 _RECENT_PROMPTS = 1000  # of KVBM's hit rates as well
 
 
@@ -39,6 +40,7 @@ class TorchMetrics:
         self._tier_counts: dict[str, Counter[tuple[int, int]]] = {}
         self._num_preemptions = self._num_rests = 0
         self._levels = (-1, -1, -1, -1)  # of the gauges
+        self._path, self._num_steps = "", 0  # of the last steps, in a row: they are counted together
         self._lowest_tier = DEVICE
         self.num_canary_tokens = 0  # of the step under way; its other tokens are load
         self._gaps: Counter[float] = Counter()  # seconds between deliveries -> streams, of the step under way
@@ -91,7 +93,10 @@ class TorchMetrics:
             self._metrics.observe("bireme_inter_token_latency_seconds", gap_s, times=count)
         self._gaps.clear()
         self._metrics.observe("bireme_engine_step_seconds", seconds)
-        self._metrics.add("bireme_engine_steps_total", 1, path)
+        if path is not self._path or self._num_steps == _MOST_STEPS_UNTOLD:
+            self._count_steps()
+            self._path = path
+        self._num_steps += 1
         self._metrics.add("bireme_generated_tokens_total", num_tokens - self.num_canary_tokens)
         self.num_canary_tokens = 0
 
@@ -103,6 +108,7 @@ class TorchMetrics:
             for name, value in zip(_LEVELS, levels, strict=True):
                 self._metrics.set(name, value)
             self._levels = levels
+            self._count_steps()  # so none is left when a request ends
         if num_preemptions > self._num_preemptions:
             self._metrics.add("bireme_preemptions_total", num_preemptions - self._num_preemptions)
             self._num_preemptions = num_preemptions
@@ -146,6 +152,11 @@ class TorchMetrics:
             usage.cached_tokens = params.cached_tokens
             usage.transfer_ms = 1e3 * ((sequence.imported_at or now) - begun)
         return usage
+
+    def _count_steps(self) -> None:
+        if self._num_steps:
+            self._metrics.add("bireme_engine_steps_total", self._num_steps, self._path)
+            self._num_steps = 0
 
     def _count_events(self, counts: tuple[int, int, int]) -> None:
         for kind, before, count in zip(("stored", "removed", "updated"), self._num_events, counts, strict=True):
