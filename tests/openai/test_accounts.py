@@ -8,6 +8,7 @@ from bireme.errors import UnavailableError
 from bireme.openai.accounts import OTHER, AccountNames
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.workers.fake import OWN_PREFILL_MS
+from tests.openai.batch.test_batches import create, generating, lines, until
 
 SERIES = re.compile(r'^bireme_key_(\w+?)(?:_tokens|_seconds)_total\{key="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
 DYNAMO = {"metrics": {"aliases": ["dynamo"]}}
@@ -106,6 +107,27 @@ async def test_a_failed_stream_is_charged_for_what_had_come(frontend):
     reply.leave()
     await reply.end()
     assert (await accounts(bench))["bob"]["generated"] == 2
+
+
+async def test_lines_of_a_batch_are_charged_to_its_key(frontend, tmp_path):
+    bench = await frontend(keys(), files_folder=tmp_path)
+    async with generating(bench):
+        told = (await create(bench, lines(3), headers=bearer("bob"))).json()
+        await until(bench, told["id"], headers=bearer("bob"))
+    own = (await accounts(bench))["bob"]
+    assert own["generated"] == 12 and own["prompt"] == own["computed"] > 0
+
+
+async def test_a_background_response_is_charged_to_its_key(frontend):
+    bench = await frontend(keys())
+    body = {"model": "test", "input": "hi", "max_output_tokens": 4, "background": True}
+    assert (await bench.call("POST", "/v1/responses", body, bearer("bob")).end()).status == 200
+    await running(bench)
+    await bench.workers.emit(4)
+    async with asyncio.timeout(5):
+        while "bob" not in (found := await accounts(bench)):
+            await asyncio.sleep(0.001)
+    assert found["bob"]["generated"] == 4
 
 
 async def test_other_keys_are_not_shown(frontend):

@@ -21,6 +21,7 @@ from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.pipelines import embedding_service
 from bireme.workers.fake import FakeWorkers, embedding_of
+from tests.openai.api_keys import bearer, keys_of
 from tests.openai.batch.forms import ask as of_batch
 from tests.openai.batch.forms import upload
 from tests.openai.conftest import letters
@@ -73,6 +74,13 @@ async def test_texts_and_their_ids_are_embedded_alike(embedder, given):
         "model": "vectors",
         "usage": {"prompt_tokens": 2, "total_tokens": 2},
     }
+
+
+async def test_texts_are_charged_to_their_key(embedder):
+    bench = await embedder(keys_of("alice", operator=True))
+    await ask(bench, input=["hi", "hello"], headers=bearer("alice"))
+    page = (await bench.call("GET", "/metrics", None, bearer("alice")).end()).data.decode()
+    assert 'bireme_key_computed_tokens_total{key="alice",worker="frontend"} 7.0' in page
 
 
 async def batch_of(bench, body):
