@@ -263,12 +263,21 @@ def aliases_of_worker(recipe: Recipe, worker: str) -> Aliases | None:
     component = _COMPONENTS.get(stage_of(worker))
     if component is None:
         return None
+    return _aliases(recipe, worker, worker, component)
+
+
+def aliases_of_launch(recipe: Recipe) -> Aliases | None:
+    """Return what is told of all workers together, whose metrics are those of the worker ""; None: nothing."""
+    return _aliases(recipe, "", "all", "backend")
+
+
+def _aliases(recipe: Recipe, worker: str, shown: str, component: str) -> Aliases | None:
     identities: dict[AliasSet, dict[str, str]] = {
-        "triton_trtllm": {"model": worker, "version": "1"},
-        "vllm": {"model_name": recipe.served_name, "engine": worker},
+        "triton_trtllm": {"model": shown, "version": "1"},
+        "vllm": {"model_name": recipe.served_name, "engine": shown},
         "dynamo": {
             "model": recipe.served_name,
-            "worker_id": worker,
+            "worker_id": shown,
             "dynamo_namespace": recipe.name,
             "dynamo_component": component,
             "dynamo_endpoint": "generate",

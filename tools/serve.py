@@ -237,7 +237,9 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--grpc-host", metavar="ADDRESS", help="Triton's gRPC alone, for other servers and frontends")
     parser.add_argument("--metrics-host", metavar="ADDRESS", help="Triton's metrics alone, for Prometheus")
-    parser.add_argument("--health-host", default=LOOPBACK, metavar="ADDRESS", help="/health/live and /health/ready")
+    parser.add_argument(
+        "--health-host", default=LOOPBACK, metavar="ADDRESS", help="/health/live, /health/ready, a gateway's /metrics"
+    )
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT")
     parser.add_argument(

@@ -58,6 +58,7 @@ from bireme.launch.tritonserver import (
     thread_pool_size,
 )
 from bireme.launch.watchdog import StubWatchdog
+from bireme.launch.whole_page import gateways_page
 from bireme.observability.otlp import has_traces
 from bireme.workers.grpc_tls import GrpcTls
 
@@ -157,7 +158,8 @@ class Deployment:
             self._console.event("compiled_code_not_kept", "warning", reason=reason)
         self.run_folder.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
-        self._health = HealthServer(settings.health_host, settings.health_port, self._live, self._ready)
+        page = gateways_page(settings.recipe, lambda: self._server)
+        self._health = HealthServer(settings.health_host, settings.health_port, self._live, self._ready, page)
         self._begun.callback(self._health.stop)
         self._health.start()
         self._begun.callback(self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S).stop)

@@ -1,6 +1,7 @@
 """A small HTTP endpoint for probes, apart from Triton's own, which calls a model ready whose stub has died.
 
-`/health/live`: the launcher has not given up (else restart it). `/health/ready`: requests are served.
+`/health/live`: the launcher has not given up (else restart it). `/health/ready`: requests are served. `/metrics`: what
+gateways read, where the recipe asks for it (whole_page.py).
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from bireme.errors import BiremeError
 from bireme.launch.ports import resolve
 
 _CLIENT_S = 10.0  # for a client to send its request
 _ALONE_S = 0.5  # the same, while others wait for its answer
 Report = Callable[[], tuple[bool, dict[str, Any]]]
+Page = Callable[[], bytes]
 
 
 class HealthServer:
-    """Answers 200 or 503, body JSON."""
+    """Answers 200 or 503; body JSON, of /metrics Prometheus' text."""
 
-    def __init__(self, host: str, port: int, live: Report, ready: Report) -> None:
+    def __init__(self, host: str, port: int, live: Report, ready: Report, page: Page | None = None) -> None:
+        """`page`: raises BiremeError while there is none."""
         routes = {"/health/live": live, "/health/ready": ready, "/health": ready}
-        self._server = SmallHttpServer(host, port, _handler(routes))
+        self._server = SmallHttpServer(host, port, _handler(routes, page))
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -67,17 +71,29 @@ class SmallHttpServer(http.server.ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def _handler(routes: dict[str, Report]) -> type[http.server.BaseHTTPRequestHandler]:
+def _handler(routes: dict[str, Report], page: Page | None) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         server_version = "bireme"
         sys_version = ""
 
         def do_GET(self) -> None:
-            report = routes.get(self.path.split("?")[0])
-            is_good, body = report() if report else (False, {"error": f"known paths: {', '.join(routes)}"})
-            payload = json.dumps(body).encode()
-            self.send_response(200 if is_good else 503 if report else 404)
-            self.send_header("Content-Type", "application/json")
+            path = self.path.split("?")[0]
+            if page is not None and path == "/metrics":
+                self._show(page)
+                return
+            report, known = routes.get(path), [*routes, *(["/metrics"] if page is not None else [])]
+            is_good, body = report() if report else (False, {"error": f"known paths: {', '.join(known)}"})
+            self._reply(200 if is_good else 503 if report else 404, json.dumps(body).encode(), "application/json")
+
+        def _show(self, page: Page) -> None:
+            try:
+                self._reply(200, page(), "text/plain; version=0.0.4; charset=utf-8")
+            except BiremeError as error:
+                self._reply(503, json.dumps({"error": str(error)}).encode(), "application/json")
+
+        def _reply(self, status: int, payload: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(payload)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()

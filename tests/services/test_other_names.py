@@ -162,6 +162,12 @@ def test_a_queue_is_told_to_gateways_as_long_as_it_is(scraped):
         thread.join()
 
 
+def test_a_gateway_reads_one_series_a_name_beside_the_probes(scraped):
+    names = [name for name, _, _ in scraped.samples("health")]
+    once = [name for name in names if name.startswith("vllm:")]
+    assert len(once) == len(set(once)) and {query.partition("{")[0] for query in GATEWAY} <= set(names)
+
+
 def test_blocks_add_up_under_every_name(scraped):
     found = {}
     for name, labels, value in scraped.samples("metrics"):
