@@ -106,8 +106,7 @@ class Frontend:
         self._names: AccountNames | None = None
         self._served: list[FollowedModel] = [*models, *self._embedders]
         self._aliases = _aliases_of(self._served, metrics.worker)
-        named = [(model.services.metrics, aliases) for model, aliases in self._aliases.items()]
-        self._page = MetricsPage(metrics, named)
+        self._page = MetricsPage(metrics, {model.services.metrics: one for model, one in self._aliases.items()})
         self._open_accounts()
         self._live_feed: LiveFeed | None = None
         self._playground = PlaygroundFiles() if self._config.playground else None

@@ -20,12 +20,11 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 
 
 class MetricsPage:
-    def __init__(self, registry: Registry, more: Sequence[tuple[Registry, Aliases]] = ()) -> None:
+    def __init__(self, registry: Registry, more: Mapping[Registry, Aliases] | None = None) -> None:
         """`more`: registries whose metrics have other names, too."""
-        plain = [] if any(registry is own for own, _ in more) else [(registry, None)]
-        self._sources: list[tuple[Registry, Aliases | None]] = [*plain, *more]
+        self._sources: dict[Registry, Aliases | None] = {registry: None} | dict(more or {})
         self._specs = dict(TABLE)
-        for _, aliases in more:
+        for aliases in (more or {}).values():
             self._specs |= aliases.specs
         self._own = _Sums(self._specs)
 
@@ -46,7 +45,7 @@ class MetricsPage:
         return generate_latest(page)
 
     def totals(self) -> MetricDelta:
-        for source, aliases in self._sources:
+        for source, aliases in self._sources.items():
             delta = source.take_delta()
             self._own.add(delta)
             if aliases is not None:
