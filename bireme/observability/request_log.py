@@ -11,6 +11,7 @@ The loop copies a prompt and goes on. A thread hashes and writes; what it can't 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -19,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,13 +43,61 @@ _SAY_EVERY_S = 30.0
 _TOKEN_BYTES = 4
 _HASH_BYTES = 8
 _FINISH_REASONS = frozenset({"stop", "length", "tool_calls"})  # OpenAI's, which Dynamo takes
+_encode = msgspec.json.Encoder().encode
 logger = logging.getLogger("bireme.observability")
+
+
+class _Replay(msgspec.Struct, omit_defaults=True, gc=False):
+    trace_block_size: int
+    input_length: int
+    input_sequence_hashes: list[int] = []
+
+
+class _Request(msgspec.Struct, omit_defaults=True, gc=False):
+    request_id: str
+    input_tokens: int
+    output_tokens: int
+    request_received_ms: int
+    total_time_ms: float
+    replay: _Replay
+    model: str = ""
+    x_request_id: str = ""
+    cached_tokens: int | None = None
+    kv_hit_rate: float | None = None
+    prefill_wait_time_ms: float | None = None
+    prefill_time_ms: float | None = None
+    kv_transfer_estimated_latency_ms: float = 0.0
+    ttft_ms: float | None = None
+    avg_itl_ms: float | None = None
+    finish_reason_metadata: dict[str, str] | None = None
+
+
+class _Own(msgspec.Struct, omit_defaults=True, gc=False):
+    """What Dynamo has no field for."""
+
+    outcome: str
+    entry: str
+    trace_id: str
+    attempts: int
+    key: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    decode_ms: float | None = None
+
+
+class _Line(msgspec.Struct, omit_defaults=True, gc=False):
+    schema: str
+    event_type: str
+    event_time_unix_ms: int
+    request: _Request
+    bireme: _Own
+    agent_context: dict[str, str] | None = None
 
 
 class _Noted(NamedTuple):
     """A request that has ended."""
 
-    record: dict[str, Any]  # without its hashes
+    line: _Line  # without its hashes
     prompt: bytes  # tokens, 4 bytes each
     salt: str
     lora_name: str
@@ -89,14 +138,15 @@ class RequestLog:
             return
         for number, sequence in enumerate(trace.sequences):
             noted = _Noted(
-                self._record(trace, number, sequence),
+                self._line(trace, number, sequence),
                 sequence.prompt.tobytes(),
                 sequence.options.cache_salt,
                 sequence.options.lora_name,
             )
             if not self._queue(noted):
                 self._metrics.add("bireme_request_log_records_total", 1, "lost")
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def close(self) -> None:
         """Write what waits, as far as the disk takes it soon."""
@@ -112,50 +162,38 @@ class RequestLog:
         self._noted.append(noted)
         return True
 
-    def _record(self, trace: RequestTrace, number: int, sequence: TracedSequence) -> dict[str, Any]:
-        usage = sequence.usage or Usage()
-        attempts = _attempts(trace, sequence)
-        started_us, ended_us = trace.root.start_us, attempts[-1].end_us if attempts else trace.root.end_us
-        num_prompt, num_output = len(sequence.prompt), sequence.num_tokens
-        request: dict[str, Any] = {
-            "request_id": f"{trace.trace_id}-{trace.root.span_id:016x}-{number}",
-            "x_request_id": trace.request_id or None,
-            "model": trace.root.attributes.get("gen_ai.request.model", self._model),  # a frontend has several
-            "input_tokens": num_prompt,
-            "output_tokens": num_output,
-            "cached_tokens": usage.cached_tokens,
-            "request_received_ms": started_us // 1000,
-            "prefill_wait_time_ms": round(usage.queue_ms, 3),
-            "prefill_time_ms": round(usage.prefill_ms, 3),
-            "total_time_ms": (ended_us - started_us) / 1000,
-            "kv_hit_rate": round(usage.cached_tokens / max(num_prompt, 1), 4),
-            "replay": {"trace_block_size": self._size, "input_length": num_prompt},
-        }
-        if usage.transfer_ms:
-            request["kv_transfer_estimated_latency_ms"] = round(usage.transfer_ms, 3)
-        if sequence.first_token_us:
-            request["ttft_ms"] = (sequence.first_token_us - started_us) / 1000
-            if num_output > 1:
-                request["avg_itl_ms"] = round((ended_us - sequence.first_token_us) / 1000 / (num_output - 1), 3)
+    def _line(self, trace: RequestTrace, number: int, sequence: TracedSequence) -> _Line:
+        attempts, root = _attempts(trace, sequence), trace.root
+        ended_us = attempts[-1].end_us if attempts else root.end_us
+        own = _Own(
+            outcome=sequence.finish_reason or root.error.partition(":")[0] or "unknown",
+            entry=root.name,
+            trace_id=trace.trace_id,
+            attempts=len(attempts),
+            key=trace.tenant,
+        )
+        request = _Request(
+            request_id=f"{trace.trace_id}-{root.span_id:016x}-{number}",
+            input_tokens=len(sequence.prompt),
+            output_tokens=sequence.num_tokens,
+            request_received_ms=root.start_us // 1000,
+            total_time_ms=(ended_us - root.start_us) / 1000,
+            replay=_Replay(self._size, len(sequence.prompt)),
+            model=root.attributes.get("gen_ai.request.model", self._model),  # a frontend has several
+            x_request_id=trace.request_id,
+        )
+        if (first_us := sequence.first_token_us) != 0:
+            request.ttft_ms = (first_us - root.start_us) / 1000
+            if sequence.num_tokens > 1:
+                request.avg_itl_ms = round((ended_us - first_us) / 1000 / (sequence.num_tokens - 1), 3)
         if sequence.finish_reason in _FINISH_REASONS:
-            request["finish_reason_metadata"] = {"finish_reason": sequence.finish_reason}
-        return {
-            "schema": SCHEMA,
-            "event_type": "request_end",
-            "event_time_unix_ms": ended_us // 1000,
-            "agent_context": {"session_id": session} if (session := sequence.options.session_id) else None,
-            "request": request,
-            "bireme": {
-                "outcome": sequence.finish_reason or trace.root.error.partition(":")[0] or "unknown",
-                "entry": trace.root.name,
-                "trace_id": trace.trace_id,
-                "key": trace.tenant or None,
-                "prefill_worker": usage.prefill_worker or None,
-                "decode_worker": usage.decode_worker or None,
-                "attempts": len(attempts),
-                "decode_ms": round(usage.decode_ms, 3),
-            },
-        }
+            request.finish_reason_metadata = {"finish_reason": sequence.finish_reason}
+        if (usage := sequence.usage) is not None:
+            _add_account(request, own, usage)
+        session = sequence.options.session_id
+        return _Line(
+            SCHEMA, "request_end", ended_us // 1000, request, own, {"session_id": session} if session else None
+        )
 
     def _run(self) -> None:
         while True:
@@ -179,7 +217,7 @@ class RequestLog:
             with self._lock:
                 self._num_bytes -= noted.num_bytes
             try:
-                line = self._line(noted)
+                line = self._encode(noted)
             except Exception:
                 self._metrics.add("bireme_request_log_records_total", 1, "lost")
                 logger.exception("request_not_logged")
@@ -191,10 +229,10 @@ class RequestLog:
                 held = 0
                 time.sleep(0)
 
-    def _line(self, noted: _Noted) -> bytes:
+    def _encode(self, noted: _Noted) -> bytes:
         key = hash_key(self._key, noted.salt, noted.lora_name)
-        noted.record["request"]["replay"]["input_sequence_hashes"] = block_hashes(noted.prompt, self._size, key)
-        return _encode(_without_none(noted.record)) + b"\n"
+        noted.line.request.replay.input_sequence_hashes = block_hashes(noted.prompt, self._size, key)
+        return _encode(noted.line) + b"\n"
 
     def _write(self, lines: list[bytes]) -> None:
         try:
@@ -213,6 +251,7 @@ def path_of(config: RequestLogConfig, folder: str) -> Path:
     return Path(folder, Path(os.path.expandvars(config.path)).expanduser())
 
 
+@functools.lru_cache(1024)
 def hash_key(deployment_key: bytes, salt: str, lora_name: str) -> bytes:
     """Return the key of a prompt's hashes. Without the deployment's nobody can try prompts that he guesses.
 
@@ -244,12 +283,11 @@ def _attempts(trace: RequestTrace, sequence: TracedSequence) -> list[Span]:
     return [span for span in trace.spans if span.name == "attempt" and span.attributes["sequence"] == sequence.index]
 
 
-_encode = msgspec.json.Encoder().encode
-
-
-def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_none(value) if isinstance(value, dict) else value
-        for name, value in tree.items()
-        if value is not None
-    }
+def _add_account(request: _Request, own: _Own, usage: Usage) -> None:
+    """Add what the engines tell of their part."""
+    request.cached_tokens = usage.cached_tokens
+    request.kv_hit_rate = round(usage.cached_tokens / max(request.input_tokens, 1), 4)
+    request.prefill_wait_time_ms, request.prefill_time_ms = round(usage.queue_ms, 3), round(usage.prefill_ms, 3)
+    request.kv_transfer_estimated_latency_ms = round(usage.transfer_ms, 3)
+    own.prefill_worker, own.decode_worker = usage.prefill_worker, usage.decode_worker
+    own.decode_ms = round(usage.decode_ms, 3)
