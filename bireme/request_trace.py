@@ -151,18 +151,31 @@ class RequestTrace:
     """Used by one request's tasks, on one loop."""
 
     __slots__ = (
-        *("is_canary", "is_sampled", "keeps_token_times", "links", "request_id", "root", "sequences", "spans"),
+        *(
+            "has_details",
+            "is_canary",
+            "is_sampled",
+            "keeps_token_times",
+            "links",
+            "request_id",
+            "root",
+            "sequences",
+            "spans",
+        ),
         *("tenant", "trace_id", "tracestate", "_flags", "_offset_us"),
     )
 
     def __init__(
         self, name: str, caller: Traceparent | None, is_sampled: bool, arrived_at: float, *, trace_id: str = "",
-        tracestate: str = "", keeps_token_times: bool = False,
+        tracestate: str = "", keeps_token_times: bool = False, has_details: bool = True,
     ) -> None:  # fmt: skip
-        """`arrived_at`: time.monotonic(). `keeps_token_times`: a reader wants to know when tokens came."""
+        """`arrived_at`: time.monotonic(). `keeps_token_times`: a reader wants to know when tokens came. `has_details`:
+        one wants to know what router and engines do.
+        """
         self._offset_us = _offset_us()
         self.trace_id = caller.trace_id if caller is not None else trace_id or new_trace_id()
         self.is_sampled, self.tracestate, self.keeps_token_times = is_sampled, tracestate, keeps_token_times
+        self.has_details = has_details
         self.request_id = self.tenant = ""  # the caller's, or the frontend's own; the key's name
         self.is_canary = False  # the launch's own probe: nobody gets it
         self._flags = (caller.flags & _RANDOM if caller is not None else _RANDOM) | is_sampled * _SAMPLED

@@ -21,5 +21,5 @@ def open_traces(recipe: Recipe, metrics: Registry) -> Traces | None:
         traces.subscribe(exporter.take, close=exporter.close)
     if recipe.observability.request_log.path:
         log = RequestLog.of(recipe, metrics, run_folder.deployment_key(run_folder.locate()))
-        traces.subscribe(log.note, wants_all=True, close=log.close)
+        traces.subscribe(log.note, wants_all=True, wants_details=False, close=log.close)
     return traces if traces.has_readers else None

@@ -4,7 +4,7 @@ Lengths, times, workers, outcome and hashes of the prompt's blocks; nothing of p
 and tools/simulate.py replays it. What Dynamo has no field for stands under `bireme`.
 
     log = RequestLog.of(recipe, metrics, key)
-    traces.subscribe(log.note, wants_all=True, close=log.close)
+    traces.subscribe(log.note, wants_all=True, wants_details=False, close=log.close)
 
 The loop copies a prompt and goes on. A thread hashes and writes; what it can't take is lost and counted.
 """

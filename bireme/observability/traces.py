@@ -54,7 +54,7 @@ class Traces:
         self._bound = round((sample_ratio or 0.0) * 2**_ID_BITS)
         self._readers: list[Reader] = []
         self._closers: list[Callable[[], None]] = []
-        self._wants_all = self._wants_token_times = False
+        self._wants_all = self._wants_token_times = self._wants_all_details = False
 
     @property
     def has_readers(self) -> bool:
@@ -66,17 +66,20 @@ class Traces:
         *,
         wants_all: bool = False,
         wants_token_times: bool = False,
+        wants_details: bool = True,
         close: Callable[[], None] | None = None,
     ) -> None:
         """Have `reader` called with each sampled trace that has ended, or with every one.
 
-        `wants_token_times`: sequences note when each delta came. `close`: called at the end of the process, on a thread
-        that may wait; within a few seconds.
+        `wants_token_times`: sequences note when each delta came. `wants_details`: whether `wants_all` goes for what
+        router and engines tell as well, which costs the most; sampled traces have it anyway. `close`: called at the end
+        of the process, on a thread that may wait; within a few seconds.
         """
         self._readers.append(reader)
         if close is not None:
             self._closers.append(close)
         self._wants_all = self._wants_all or wants_all
+        self._wants_all_details = self._wants_all_details or (wants_all and wants_details)
         self._wants_token_times = self._wants_token_times or wants_token_times
 
     async def close(self) -> None:
@@ -107,6 +110,7 @@ class Traces:
             trace_id=identity.trace_id,
             tracestate=identity.tracestate,
             keeps_token_times=self._wants_token_times,
+            has_details=identity.is_sampled or self._wants_all_details,
         )
 
     def end(self, trace: RequestTrace, error: BaseException | None = None) -> None:

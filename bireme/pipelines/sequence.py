@@ -330,9 +330,10 @@ class SequenceRunner:
         metrics = self.metrics
         request = self._request.routing_request(bool(self.tokens), self._has_kv, self._revision)
         try:
-            placement = (
-                self._services.router.place(request) if self._spans is None else self._place_told(request, self._spans)
-            )
+            if (spans := self._spans) is None or not spans.has_details:
+                placement = self._services.router.place(request)
+            else:
+                placement = self._place_told(request, spans)
         except ResourceExhaustedError as error:
             metrics.add("bireme_routing_decisions_total", 1, "refused")
             self._services.note_fault("busy", "", error)

@@ -70,6 +70,8 @@ class SequenceSpans:
     def begin_call(self, name: str, worker: str, request: EngineRequest) -> EngineRequest:
         """Return the request for an engine that is to tell what it does."""
         trace = self._trace
+        if not trace.has_details:
+            return request
         self._call = span = trace.begin(name, self._attempt, worker=worker)
         if request.dp_rank is not None:
             span.attributes["dp_rank"] = request.dp_rank
@@ -94,6 +96,10 @@ class SequenceSpans:
     def note_tokens(self, num_tokens: int) -> None:
         if (times := self._sequence.token_times) is not None:
             times.note(self._trace.now(), num_tokens)
+
+    @property
+    def has_details(self) -> bool:
+        return self._trace.has_details
 
     @property
     def keeps_token_times(self) -> bool:

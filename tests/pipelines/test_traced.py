@@ -142,3 +142,20 @@ async def test_an_untraced_request_asks_engines_for_nothing(bench):
     assert test.workers.running[0].request.traceparent == ""
     await test.workers.emit(4)
     await call.end()
+
+
+async def test_a_reader_of_accounts_alone_asks_engines_and_router_for_nothing(bench):
+    test = await bench(prefill=1)
+    test.traces, test.read = Traces(test.metrics), []
+    test.traces.subscribe(test.read.append, wants_all=True, wants_details=False)
+    test.pipeline._services.traces = test.traces
+    call = test.ask()
+    await test.workers.reached("decode")
+    assert test.workers.running[0].request.traceparent == ""
+    await test.workers.emit(4)
+    await call.end()
+    [trace] = test.read
+    check_tree(trace)
+    assert shown(trace) == ["generate", "  tokenize", "  attempt"]
+    [sequence] = trace.sequences
+    assert (sequence.num_tokens, sequence.usage.prefill_worker, sequence.finish_reason) == (4, "prefill", "length")
