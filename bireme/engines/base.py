@@ -184,4 +184,5 @@ class EngineContext:
     hold_wait_s: float = 0.0  # for another engine that reads the same weights
     findings_path: Path | None = None  # of what a start finds out and the next need not; None: nothing is kept
     steps: StepRing | None = None  # for a record of each step; None: nobody asks for them
+    traces_endpoint: str = ""  # of the collector that entries send spans to, by gRPC; "": none
     gpu_neighbors: tuple[float, ...] = ()  # free_gpu_memory_fraction of the recipe's other engines on this GPU

@@ -59,6 +59,12 @@ def has_traces(recipe: Recipe, environment: Mapping[str, str]) -> bool:
     return bool(traces_config(recipe.observability.traces, environment).endpoint)
 
 
+def engine_endpoint(recipe: Recipe, environment: Mapping[str, str]) -> str:
+    """Return where an engine may send spans of its own, as entries do; "": nowhere, or not by gRPC."""
+    endpoint = traces_config(recipe.observability.traces, environment).endpoint
+    return "" if _is_http(endpoint) else endpoint
+
+
 def check_traces(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     """Return what keeps this installation from sending the traces that it is asked for."""
     try:
@@ -168,9 +174,13 @@ class OtlpExporter:
         ]
 
 
+def _is_http(endpoint: str) -> bool:
+    return bool(urlsplit(endpoint).path.strip("/"))
+
+
 def _exporter_of(endpoint: str) -> SpanExporter:
     """Return the exporter that speaks gRPC, or with a path in the endpoint HTTP."""
-    if urlsplit(endpoint).path.strip("/"):
+    if _is_http(endpoint):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
         return HttpExporter(endpoint=endpoint)

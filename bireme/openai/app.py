@@ -301,7 +301,7 @@ class Frontend:
             self._metrics.add("bireme_rate_limited_total", 1, call.tenant.name)
         if is_internal(error):
             details = None if isinstance(error, BiremeError) else error
-            logger.error("request_failed request_id=%s error=%s", call.request_id.decode(), error, exc_info=details)
+            logger.error("request_failed %s error=%s", call.shown_ids, error, exc_info=details)
         if call.trace is not None:
             note_failure(call.trace, error)
         if call.status:

@@ -83,7 +83,10 @@ class ChatService:
         if request.functions and self._tools is None:
             name = self.services.recipe.name
             raise RequestError(f"tools: the model has no tool parser (chat.tool_parser in recipe {name}); remove them")
-        prompt = await self._encoded(request) if trace is None else await self._encoded_told(request, trace)
+        span = None if trace is None else trace.begin("tokenize")
+        prompt = await self.prompts.chat(request.messages, request.tools, request.variables, request.options.cache_salt)
+        if trace is not None and span is not None:
+            trace.end(span, tokens=len(prompt.ids))
         pictures = self._pictures(request, arrived_at)
         try:
             if pictures is not None:
@@ -94,15 +97,6 @@ class ChatService:
         finally:
             if pictures is not None:
                 pictures.close()
-
-    async def _encoded(self, request: ChatRequest) -> EncodedPrompt:
-        return await self.prompts.chat(request.messages, request.tools, request.variables, request.options.cache_salt)
-
-    async def _encoded_told(self, request: ChatRequest, trace: RequestTrace) -> EncodedPrompt:
-        with trace.span("tokenize") as span:
-            prompt = await self._encoded(request)
-            span.attributes["tokens"] = len(prompt.ids)
-            return prompt
 
     async def _generate(
         self,

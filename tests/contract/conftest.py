@@ -52,13 +52,16 @@ def profile(request: pytest.FixtureRequest) -> Iterator[str]:
 def make_engine(
     profile: str, sample_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Harness]]:
-    """Return a maker of started engines; keyword arguments are the engine YAML's."""
+    """Return a maker of started engines; keyword arguments are the engine YAML's. `context`: of the worker's."""
     made: list[Harness] = []
 
-    def make(stage: str = "decode", model: str = "llama", env: dict[str, str] | None = None, **yaml: Any) -> Harness:
+    def make(
+        stage: str = "decode", model: str = "llama", env: dict[str, str] | None = None,
+        context: dict[str, Any] | None = None, **yaml: Any,
+    ) -> Harness:  # fmt: skip
         for name, value in (env or {}).items():
             monkeypatch.setenv(name, value)
-        harness = Harness(stage, sample_model(model), yaml)
+        harness = Harness(stage, sample_model(model), yaml, **(context or {}))
         made.append(harness)
         return harness
 

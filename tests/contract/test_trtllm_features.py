@@ -20,6 +20,7 @@ from bireme.serving_options import KvCacheRetentionConfig, TokenRangeRetention
 from bireme.text.tokenizer import load_tokenizer
 from tests.contract.trtllm_harness import PROMPT, UNSET
 from tests.engines.engine_fixtures import wait_for
+from tests.observability.collector import Collector
 
 
 def last_call(harness):
@@ -401,3 +402,30 @@ def test_a_buffer_without_reuse_is_refused_before_the_load(make_engine):
 def test_max_input_len_is_enforced_at_the_gate(make_engine):
     with pytest.raises(RequestError, match="60 tokens; max_input_len is 50"):
         make_engine(max_input_len=50).ask([1] * 60)
+
+
+def test_a_traced_request_is_told_what_is_known_of_it(make_engine):
+    harness = make_engine(return_perf_metrics=True)
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    answer = harness.ask(traceparent=traceparent, tracestate="a=1", max_tokens=6)
+    spans = {span.name: span for span in answer.wait().spans}
+    assert last_call(harness)["trace_headers"] == {"traceparent": traceparent, "tracestate": "a=1"}
+    assert spans["prefill_chunk"].attributes == {"tokens": len(PROMPT)}
+    assert spans["generate"].attributes == {"tokens": 6, "steps": 5}
+    assert spans["queue"].end_us == spans["prefill_chunk"].start_us <= spans["generate"].start_us
+    assert harness.ask().wait().spans is None and last_call(harness)["trace_headers"] is None
+
+
+def test_tensorrt_llms_own_spans_go_to_the_same_collector_below_the_call(make_engine):
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    with Collector() as collector:
+        harness = make_engine(context={"traces_endpoint": collector.endpoint})
+        assert harness.llm.args.return_perf_metrics
+        harness.tokens(traceparent=f"00-{trace_id}-b7ad6b7169203331-01")
+        [span] = collector.trace(trace_id)
+    assert (span.name, span.parent_span_id.hex()) == ("llm_request", "b7ad6b7169203331")
+
+
+def test_a_malformed_traceparent_is_refused_by_the_gate(make_engine):
+    with pytest.raises(RequestError, match="traceparent: 'junk'"):
+        make_engine().ask(traceparent="junk")

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from bireme.errors import ResourceExhaustedError
+from bireme.errors import BiremeError, ResourceExhaustedError
 from bireme.metrics import Registry
 from bireme.observability.traces import Traces
 from tests.observability.span_trees import check_tree, shown
@@ -166,3 +166,12 @@ async def test_a_background_response_has_a_tree_of_its_own_that_names_its_reques
     assert shown(answered) == ["background /v1/responses", *ANSWERED]
     assert answered.links == [(TRACE, asked.root.span_id)] and answered.trace_id != TRACE
     assert answered.root.attributes == {"response": queued.json()["id"]} and answered.root.error == ""
+
+
+async def test_a_failure_is_logged_with_the_trace_s_id(frontend, caplog):
+    traces, read = reading()
+    bench = await frontend(traces=traces)
+    bench.workers.errors.append(BiremeError("a defect"))
+    assert (await bench.chat(CALLER | {"x-request-id": "mine"}).end()).status == 500
+    assert f"request_failed request_id=mine trace_id={TRACE} error=a defect" in caplog.text
+    assert read[0].root.error == "INTERNAL: a defect"

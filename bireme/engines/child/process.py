@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import os
 import signal
 import sys
 import threading
@@ -36,6 +37,7 @@ from bireme.kv.transfer.base import KvTransfer
 from bireme.kv.wire.step_records import StepRing
 from bireme.messages import Capacity
 from bireme.metrics import Registry, limits_of, use_buckets
+from bireme.observability.otlp import engine_endpoint
 from bireme.own_process import freeze_gc, reuse_memory
 from bireme.own_work import SUFFIX, OwnWork
 from bireme.stop_signals import on_stop_signal
@@ -172,6 +174,7 @@ class EngineProcess:
             hold_wait_s=recipe.supervisor.start_timeout_s / 2,
             findings_path=run_folder.locate() / f"{self._worker}.findings",
             steps=self._steps,
+            traces_endpoint=engine_endpoint(recipe, os.environ),
             gpu_neighbors=gpu_neighbors(recipe, self._worker),
         )
 

@@ -82,12 +82,18 @@ class Arguments:
         return replace(self, values=self.values | found)
 
 
-def complete(given: Mapping[str, Any], *, takes_pictures: bool = False) -> Arguments:
-    """Bireme's defaults are added, and what the backend can't take is fitted. Raises ConfigError."""
+def complete(given: Mapping[str, Any], *, takes_pictures: bool = False, traces_endpoint: str = "") -> Arguments:
+    """Bireme's defaults are added, and what the backend can't take is fitted. Raises ConfigError.
+
+    `traces_endpoint`: where TensorRT-LLM's own spans go, which need its timings, unless the YAML says otherwise.
+    """
     values = dict(given)
     backend = backend_of(values)
     values.pop("backend", None)
     _add_defaults(values, takes_pictures)
+    if traces_endpoint:
+        values.setdefault("otlp_traces_endpoint", traces_endpoint)
+        values.setdefault("return_perf_metrics", True)
     if backend == "_autodeploy":
         _fit_autodeploy(values)
     return Arguments(backend, values)

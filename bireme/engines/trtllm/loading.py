@@ -66,7 +66,7 @@ def load(context: EngineContext, post: Callable[[Callable[[], None]], Any]) -> L
     api = api_of.load(backend_of(context.config.llm_args))
     given = llm_arguments(context.config, context.model_path, context.stage, api.version)
     has_pictures = context.share is not None and _takes_pictures(context, backend_of(given))
-    arguments = complete(given, takes_pictures=has_pictures)
+    arguments = complete(given, takes_pictures=has_pictures, traces_endpoint=context.traces_endpoint)
     # Errors in files are reported before the long load.
     read_facts(context.model_path, None)
     adapters = Adapters(arguments.block("lora_config").get("lora_dir") or (), api.lora_request)

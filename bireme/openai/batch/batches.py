@@ -262,7 +262,7 @@ class Batches:
             if call.trace is not None:
                 note_failure(call.trace, error)
             if is_internal(error):
-                logger.error("line_failed request_id=%s error=%s", call.request_id.decode(), error)
+                logger.error("line_failed %s error=%s", call.shown_ids, error)
             reply = call.error_reply(error)
             drop_frames(error)
             await call.reply(reply.status, reply.body)

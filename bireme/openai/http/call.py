@@ -60,6 +60,12 @@ class Call:
         self.notes: dict[str, object] = {}  # for the access log
         self.trace: RequestTrace | None = None  # None: nobody wants it
 
+    @property
+    def shown_ids(self) -> str:
+        """By what a log line names it."""
+        trace_id = self.notes.get("trace_id")
+        return f"request_id={self.request_id.decode()}" + (f" trace_id={trace_id}" if trace_id else "")
+
     def speak(self, error_form: ErrorForm, request_id_header: bytes) -> None:
         """Show errors in this form, and the request's id under one more name."""
         self._error_form = error_form

@@ -158,7 +158,7 @@ async def _fail(
         note_failure(call.trace, error)
     if not stream.is_complete:
         if is_internal(error):
-            logger.error("stream_failed request_id=%s error=%s", call.request_id.decode(), error)
+            logger.error("stream_failed %s error=%s", call.shown_ids, error)
         stream.collect()
         stream.end(last_events(error))
         await call.write_events(stream.take(), True)

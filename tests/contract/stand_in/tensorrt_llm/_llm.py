@@ -14,6 +14,7 @@ from typing import Any
 
 from tensorrt_llm import _contract, _pictures, _settings
 from tensorrt_llm._results import FetchedResult, IterationResult, RequestOutput
+from tensorrt_llm._tracing import Tracer
 from tensorrt_llm._values import RequestError, SamplingParams
 
 _RPC_S = 0.0005
@@ -51,6 +52,7 @@ class BaseLLM:
         self._ids = itertools.count(1)
         self.llm_id = f"stand-in-{os.getpid()}"
         self._results: dict[str, IterationResult] = {}
+        self._tracer = Tracer(self.args.otlp_traces_endpoint) if self.args.otlp_traces_endpoint else None
         self._load()
 
     @functools.cached_property
@@ -106,6 +108,9 @@ class BaseLLM:
         prompt, media = pictured or (self._prompt(inputs), _pictures.Media(mrope=_pictures.mrope_of(disaggregated)))
         self._check_length(prompt, disaggregated)
         result = RequestOutput(next(self._ids), prompt, params, self._executor.abort, disaggregated)
+        if self._tracer is not None:
+            tracer, headers, began_ns = self._tracer, more["trace_headers"], time.time_ns()
+            result.when_ended = lambda ended: tracer.ended(ended, headers, began_ns)
         # To the worker, another process: pickled in the caller's, and unpickled there.
         sent = pickle.dumps((prompt, params, disaggregated, media, more["lora_request"]))
         prompt, params, disaggregated, media, lora = pickle.loads(sent)

@@ -95,6 +95,7 @@ class RequestOutput:
         self._loop = asyncio.get_running_loop()  # as the real one: without a loop there is nothing to await
         self._queue: asyncio.Queue[Response] = asyncio.Queue()
         self._num_open = len(self.outputs)
+        self.when_ended: Callable[[RequestOutput], None] = lambda result: None
 
     @property
     def finished(self) -> bool:
@@ -164,6 +165,8 @@ class RequestOutput:
         params = self.sampling_params
         if response.stop_reason is not None and not params.include_stop_str_in_output:
             output.token_ids = output.token_ids[:-1]
+        if self.finished:
+            self.when_ended(self)
 
 
 class IterationResult:
