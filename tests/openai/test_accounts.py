@@ -4,11 +4,17 @@ import asyncio
 import hashlib
 import re
 
+from bireme.config import Recipe
+from bireme.conversion import convert
 from bireme.errors import UnavailableError
+from bireme.metrics import Registry
 from bireme.openai.accounts import OTHER, AccountNames
+from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys, KeyEntry
-from bireme.workers.fake import OWN_PREFILL_MS
+from bireme.openai.text.served_model import Models, ServedModel
+from bireme.workers.fake import OWN_PREFILL_MS, FakeWorkers
 from tests.openai.batch.test_batches import create, generating, lines, until
+from tests.openai.conftest import letters
 
 SERIES = re.compile(r'^bireme_key_(\w+?)(?:_tokens|_seconds)_total\{key="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
 DYNAMO = {"metrics": {"aliases": ["dynamo"]}}
@@ -162,6 +168,24 @@ async def test_no_key_no_account(frontend):
     bench = await frontend(keys(), metrics={"max_accounts": 0})
     await answered(bench, 4, bench.chat(bearer("bob")))
     assert "bireme_key_" not in await page(bench)
+
+
+async def test_dynamos_names_tell_models_apart(bench_of):
+    def model(name):
+        fields = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": name, **DYNAMO}
+        return ServedModel(convert(fields, Recipe, name), FakeWorkers(), letters(), Registry("frontend"))
+
+    models = [model("test"), model("other")]
+    app = Frontend(Models(models), Registry("frontend"))
+    await app.start()
+    bench = bench_of(app, models[0].services.workers)
+    await answered(bench, 4, bench.chat())
+    text = (await bench.call("GET", "/metrics").end()).data.decode()
+    await app.stop()
+    assert 'dynamo_frontend_output_tokens_total{model="test"} 4.0' in text
+    assert 'dynamo_frontend_output_tokens_total{model="other"}' not in text
+    assert 'dynamo_frontend_active_requests{model="other"} 0.0' in text
+    assert 'bireme_requests_total{outcome="length",worker="frontend"} 1.0' in text
 
 
 async def test_dynamos_names_tell_of_requests_under_way(frontend):

@@ -13,9 +13,11 @@ import urllib.request
 
 import pytest
 
+from bireme.config import MetricsConfig, Recipe, WorkerEntry
 from bireme.launch.ports import free_port
 from bireme.launch.processes import children
-from bireme.metrics import Registry
+from bireme.metric_aliases import aliases_of_frontend
+from bireme.metrics import MetricDelta, Registry
 from bireme.openai.http.members import Member, shared_socket
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.metrics_page import MetricsPage
@@ -124,6 +126,30 @@ async def test_totals_of_another_process_are_added(tmp_path):
     assert 'bireme_requests_total{outcome="stop",worker="frontend"} 4.0' in text
     assert 'bireme_http_requests_active{worker="frontend"} 6.0' in text
     assert 'bireme_request_seconds_count{worker="frontend"} 2.0' in text
+
+
+async def test_other_names_are_added_and_what_all_processes_say_is_not(tmp_path):
+    recipe = Recipe(
+        model="m",
+        workers={"decode": WorkerEntry(engine="mocker")},
+        name="galley",
+        metrics=MetricsConfig(aliases=("dynamo",)),
+    )
+    own = [Registry("frontend"), Registry("frontend")]
+    pages = [MetricsPage(one, {one: aliases_of_frontend(recipe, "frontend")}) for one in own]
+    for registry in own:
+        registry.count_end("stop", 0.1)
+        registry.set("bireme_model_requests_active", 3, "galley")
+    same = aliases_of_frontend(recipe, "frontend").translate(
+        MetricDelta([], [("bireme_engine_max_seq_len", ("frontend",), 512.0)], [])
+    )
+    server = await Member(1, 2, tmp_path).tell(pages[1].totals)
+    text = pages[0].text(await Member(0, 2, tmp_path).ask_totals(), levels=[same]).decode()
+    server.close()
+    assert 'dynamo_frontend_requests_total{model="galley",status="success"} 2.0' in text
+    assert 'dynamo_frontend_request_duration_seconds_count{model="galley"} 2.0' in text
+    assert 'dynamo_frontend_active_requests{model="galley"} 6.0' in text
+    assert 'dynamo_frontend_model_context_length{model="galley"} 512.0' in text
 
 
 async def test_a_process_that_does_not_answer_is_left_out(tmp_path):
