@@ -20,7 +20,8 @@ from bireme.metrics import MetricDelta
 _FRESH_S = 0.25  # as often as stubs publish: who asks more often gets the same page
 _LIMIT_S = 2.0  # for Triton's page
 _LEVEL = re.compile(r'^(bireme_\w+)\{worker="([^"]+)"\} (\S+)$', re.MULTILINE)
-_ADDED = ("bireme_requests_running", "bireme_requests_waiting", "bireme_engine_max_batch_size")
+_ADDED = ("bireme_requests_running", "bireme_requests_waiting")
+_BATCH = "bireme_engine_max_batch_size"  # decode's
 _USED, _BLOCKS, _BLOCK = "bireme_kv_blocks_used", "bireme_kv_blocks_total", "bireme_kv_block_tokens"
 
 
@@ -89,6 +90,7 @@ def whole_levels(page: str) -> dict[str, float]:
     if not stages:
         return {}
     added = {name: sum(sum(levels.get(name, ())) for levels in stages.values()) for name in _ADDED}
+    added |= {_BATCH: sum(stages.get("decode", {}).get(_BATCH, ()))}
     return added | _pool({stage: one for stage, one in stages.items() if one.keys() >= {_USED, _BLOCKS, _BLOCK}})
 
 
