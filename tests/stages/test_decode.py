@@ -1,13 +1,17 @@
 """Plain requests of decode."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 
 from bireme.errors import EngineLostError, NotFoundError, RequestCancelledError, RequestError, UnavailableError
-from bireme.messages import Finish, Usage
+from bireme.messages import EngineSpan, Finish, Usage
+from bireme.metrics import Registry
+from bireme.observability.traces import Traces
 from bireme.types import RequestInfo
+from tests.observability.span_trees import shown
 
 DONE = Finish("length", Usage(prompt_tokens=2, completion_tokens=2))
 
@@ -150,3 +154,17 @@ async def test_a_ping_says_whether_the_engine_is_ready(decode):
     test.engine.die()
     with pytest.raises(UnavailableError, match="being restarted; try again"):
         await test.ask(ping=True).end()
+
+
+async def test_a_client_of_decode_has_a_trace_here_whatever_ends_it(decode):
+    test, read = await decode(), []
+    test.stage._traces = Traces(Registry("decode"), 1.0)
+    test.stage._traces.subscribe(read.append)
+    call = await test.ask(input_ids=[1, 2]).begun()
+    assert test.engine.requests[0, 1].traceparent
+    now_us = time.time_ns() // 1000
+    told = [EngineSpan("queue", now_us, now_us), EngineSpan("generate", now_us, now_us)]
+    test.engine.finish(0, 1, Finish("error", Usage(), "UNAVAILABLE: engine lost: it died", spans=told))
+    with pytest.raises(EngineLostError):
+        await call.end()
+    assert shown(read[0]) == ["decode", "  queue", "  generate"] and "it died" in read[0].root.error

@@ -14,6 +14,7 @@ from bireme.conversion import convert
 from bireme.errors import EngineStalledError, UnavailableError
 from bireme.messages import Capacity
 from bireme.metrics import Registry
+from bireme.observability.traces import Traces
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys, KeyEntry
 from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS
@@ -21,6 +22,7 @@ from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
 from bireme.openai.text.served_model import Models, ServedModel
 from bireme.pipelines import embedding_service
 from bireme.workers.fake import FakeWorkers, embedding_of
+from tests.observability.span_trees import check_tree, shown
 from tests.openai.api_keys import bearer, keys_of
 from tests.openai.batch.forms import ask as of_batch
 from tests.openai.batch.forms import upload
@@ -39,7 +41,7 @@ async def embedder(bench_of):
     """A frontend with the embedding model `vectors`, beside the language model `test`."""
     apps = []
 
-    async def make(keys=None, replicas=1, capacity=None, files_folder=None, **fields):
+    async def make(keys=None, replicas=1, capacity=None, files_folder=None, traces=None, **fields):
         workers, metrics = FakeWorkers(), Registry("frontend")
         entry = {"engine": "torch", "replicas": replicas}
         vectors = recipe("vectors", workers={"embedding": entry}, **fields)
@@ -49,7 +51,7 @@ async def embedder(bench_of):
             workers.capacities["embedding"] = capacity
         app = Frontend(
             Models([ServedModel(text, FakeWorkers(), letters(), metrics)]), metrics, vectors.frontend, keys,
-            files_folder=files_folder, embedders=EmbeddingModels([model]),
+            files_folder=files_folder, embedders=EmbeddingModels([model]), traces=traces,
         )  # fmt: skip
         await app.start()
         apps.append(app)
@@ -227,3 +229,17 @@ async def test_documents_are_ranked_by_their_likeness(embedder, path):
     assert reply["results"][0]["index"] == 1 and len(reply["results"]) == 2
     assert reply["results"][0]["document"] == {"text": "hi"}
     assert (await ask(bench, "/v1/rerank", query="hi", documents=[])).json()["error"]["param"] == "documents"
+
+
+async def test_a_traced_request_names_the_worker_of_each_part(embedder):
+    traces, read = Traces(Registry("frontend"), 1.0), []
+    traces.subscribe(read.append)
+    bench = await embedder(replicas=2, traces=traces)
+    bench.workers.down["embedding"] = UnavailableError("it is starting")
+    assert (await ask(bench, input="text")).status == 200
+    check_tree(read[0])
+    assert shown(read[0]) == ["POST /v1/embeddings", "  embed", "  embed"]
+    assert [(span.attributes["worker"], span.error) for span in read[0].spans[1:]] == [
+        ("embedding", "UNAVAILABLE: it is starting"),
+        ("embedding_1", ""),
+    ]

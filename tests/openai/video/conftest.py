@@ -15,6 +15,7 @@ from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.errors import BiremeError
 from bireme.metrics import Registry
+from bireme.observability.traces import Traces
 from bireme.openai.app import Frontend
 from bireme.openai.keys import ApiKeys
 from bireme.openai.text.served_model import Models, ServedModel
@@ -73,6 +74,7 @@ async def start(tmp_path: Path, bench_of: Callable[[Frontend, Any], Bench]) -> A
         names: Sequence[str] = ("clips",),
         first: Path | None = None,
         texts: Sequence[ServedModel] = (),
+        traces: Traces | None = None,
     ) -> Bench:
         """`first`: the folder of the first model; None: `tmp_path`."""
         metrics, worker, videos = Registry("frontend"), VideoScript(), list[ServedVideo]()
@@ -81,7 +83,7 @@ async def start(tmp_path: Path, bench_of: Callable[[Frontend, Any], Bench]) -> A
             tree = {"model": "none", "workers": {"video_diffusion": {"engine": "mocker"}}, "name": name}
             recipe = convert(tree | {"video": {"folder": str(folder)}}, Recipe, "test")
             videos.append(ServedVideo(recipe, worker, open_files(recipe), metrics, "http://here"))
-        app = Frontend(Models(list(texts)), metrics, recipe.frontend, keys, videos=VideoModels(videos))
+        app = Frontend(Models(list(texts)), metrics, recipe.frontend, keys, videos=VideoModels(videos), traces=traces)
         await app.start()
         apps.append(app)
         return bench_of(app, worker)

@@ -6,8 +6,11 @@ import time
 import pytest
 
 from bireme.errors import EngineLostError, RequestError, UnavailableError
+from bireme.metrics import Registry
+from bireme.observability.traces import Traces
 from bireme.openai.openapi import OPERATIONS
 from bireme.openai.video.job_store import JobStore
+from tests.observability.span_trees import check_tree, shown
 from tests.openai.api_keys import bearer, keys_of
 
 
@@ -224,3 +227,16 @@ async def test_a_video_model_asked_for_text_says_what_it_makes_and_where(start, 
     error = reply.json()["error"]
     assert (reply.status, error["code"], error["param"]) == (400, "wrong_endpoint", "model")
     assert "clips makes videos" in error["message"] and "/v1/videos" in error["message"]
+
+
+async def test_a_traced_request_names_its_worker(start):
+    traces, read = Traces(Registry("frontend"), 1.0), []
+    traces.subscribe(read.append)
+    bench = await start(traces=traces)
+    reply = bench.call("POST", "/v1/videos/generations", {"prompt": "x"})
+    await bench.workers.begun()
+    bench.workers.ends[0].set_result(b"film")
+    assert (await reply.end()).status == 200
+    check_tree(read[0])
+    assert shown(read[0]) == ["POST /v1/videos/generations", "  video"]
+    assert read[0].spans[1].attributes == {"worker": "video_diffusion"}
