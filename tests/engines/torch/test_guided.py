@@ -136,15 +136,31 @@ SINGLE = ("hermes", "mistral", "kimi_k2", "kimi_k3", "qwen3_coder", "minimax_m2"
 TO_END = {2: 100.0, 4: 100.0}
 
 
-@pytest.mark.parametrize(
-    ("name", "is_parallel"),
-    [(name, True) for name in TOOLS if name not in ("pythonic", "gemma3", "lfm2", "hunyuan3")]
-    + [(name, False) for name in SINGLE],
-)
-def test_calls_under_a_tool_guide_are_read_back(engine, name, is_parallel):
-    guide = TOOLS[name].guide(FUNCTIONS, is_parallel)
-    # Several calls where they may be, and whatever is drawn an end as soon as there may be one.
-    result = engine.submit(guided(guide, 600, temperature=1.0, seed=8, min_tokens=150 * is_parallel, logit_bias=TO_END))
+FORMS = [(name, True) for name in TOOLS if name not in ("pythonic", "gemma3", "lfm2", "hunyuan3")]
+FORMS += [(name, False) for name in SINGLE]
+
+
+@pytest.fixture(scope="module")
+def under_tool_guides(engine):
+    """All side by side: several calls where they may be, and whatever is drawn an end as soon as there may be one."""
+    return {
+        (name, is_parallel): engine.submit(
+            guided(
+                TOOLS[name].guide(FUNCTIONS, is_parallel),
+                600,
+                temperature=1.0,
+                seed=8,
+                min_tokens=150 * is_parallel,
+                logit_bias=TO_END,
+            )
+        )
+        for name, is_parallel in FORMS
+    }
+
+
+@pytest.mark.parametrize(("name", "is_parallel"), FORMS)
+def test_calls_under_a_tool_guide_are_read_back(under_tool_guides, name, is_parallel):
+    result = under_tool_guides[name, is_parallel]
     assert (result.finish.error, result.finish.reason) == ("", "stop")
     reasoning = REASONING["kimi_k3"] if name == "kimi_k3" else None  # its guide begins within the answer's own marks
     parser = create_parser(reasoning, TOOLS[name], ParserRequest(FUNCTIONS, "<|open|>response<|sep|>"))
@@ -176,10 +192,19 @@ def calls_of(tokens):
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_where_the_mark_s_token_comes_there_is_a_call_and_everything_else_is_free(engine, seed):
+SEEDS = range(6)
+
+
+@pytest.fixture(scope="module")
+def often_marked(engine):
+    """All side by side."""
+    return [engine.submit(guided(triggered(), 400, **OFTEN, seed=seed, bad_token_ids=((2,), (4,)))) for seed in SEEDS]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_the_mark_s_token_comes_there_is_a_call_and_everything_else_is_free(often_marked, seed):
     jsonschema = pytest.importorskip("jsonschema")
-    result = engine.submit(guided(triggered(), 400, **OFTEN, seed=seed, bad_token_ids=((2,), (4,))))
+    result = often_marked[seed]
     assert (result.finish.error, result.finish.reason) == ("", "length")
     calls = calls_of(result.tokens)
     assert len(calls) > 2 and {call["name"] for call in calls} <= {"store", "now"}
@@ -229,14 +254,12 @@ LARGE = {"enum": [f"value number {at}" for at in range(100_000)]}
 HOPELESS_TOOL = ({"name": "now", "parameters": {"type": "object", "properties": {"a": LARGE}, "required": ["a"]}},)
 
 
-def test_a_loose_guide_that_can_not_be_had_leaves_the_answer_free_and_the_log_says_so(caplog):
-    config = GuidedDecodingConfig(compile_timeout_s=1.5, num_processes=1)
-    with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config, max_seq_len=512) as engine:
-        expected = engine.run([request(PROMPT, 8)])[0]
-        loose = engine.submit(guided(triggered(HOPELESS_TOOL, is_loose=True), 8))
-        assert (loose.finish.error, loose.tokens) == ("", expected)
-        assert "guide_left_out reason=" in caplog.text and "guided_decoding" in caplog.text
-        assert error_of(engine, triggered(HOPELESS_TOOL)).startswith("INVALID_ARGUMENT: guided_decoding")
+def test_a_loose_guide_that_can_not_be_had_leaves_the_answer_free_and_the_log_says_so(impatient, caplog):
+    expected = impatient.run([request(PROMPT, 8)])[0]
+    loose = impatient.submit(guided(triggered(HOPELESS_TOOL, is_loose=True), 8))
+    assert (loose.finish.error, loose.tokens) == ("", expected)
+    assert "guide_left_out reason=" in caplog.text and "guided_decoding" in caplog.text
+    assert error_of(impatient, triggered(HOPELESS_TOOL)).startswith("INVALID_ARGUMENT: guided_decoding")
 
 
 def test_where_guides_are_switched_off_loose_ones_are_left_out():
@@ -321,18 +344,24 @@ HOPELESS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOPELESS)
-def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(name):
+@pytest.fixture(scope="module")
+def impatient():
+    """One engine for all that is hopeless: what comes after it is served, too."""
     config = GuidedDecodingConfig(compile_timeout_s=1.5, num_processes=1)
-    with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config, max_seq_len=512) as engine:
-        expected = engine.run([request(PROMPT, 8)])[0]
-        hopeless = engine.submit(guided(HOPELESS[name], 64))
-        while not hopeless.is_over.wait(0.1):
-            assert engine.run([request(PROMPT, 8)])[0] == expected
-        error = hopeless.finish.error
-        assert hopeless.finish.reason in (("error",) if error else ("length", "stop"))
-        assert not error or error.startswith("INVALID_ARGUMENT: guided_decoding"), error
-        assert answer(engine, {"choice": ["still here"]}) == "still here"
+    with Harness(str(MODEL), limits=ANY_SIZE, guided_decoding_config=config, max_seq_len=512) as harness:
+        yield harness
+
+
+@pytest.mark.parametrize("name", HOPELESS)
+def test_a_hopeless_guide_neither_ends_the_engine_nor_holds_others_up(impatient, name):
+    expected = impatient.run([request(PROMPT, 8)])[0]
+    hopeless = impatient.submit(guided(HOPELESS[name], 64))
+    while not hopeless.is_over.wait(0.1):
+        assert impatient.run([request(PROMPT, 8)])[0] == expected
+    error = hopeless.finish.error
+    assert hopeless.finish.reason in (("error",) if error else ("length", "stop"))
+    assert not error or error.startswith("INVALID_ARGUMENT: guided_decoding"), error
+    assert answer(impatient, {"choice": ["still here"]}) == "still here"
 
 
 def test_a_schema_deeper_than_python_s_stack_is_refused(engine):
@@ -406,8 +435,9 @@ def test_a_resumed_stream_goes_on_exactly(engine, raw):
     sampling = {"temperature": 0.8, "seed": 6, "ignore_eos": False, "guided_decoding": raw, "logit_bias": {CALL: 7.0}}
     whole = engine.submit(request(PROMPT, 40, **sampling))
     assert whole.finish.error == "" and ("trigger" not in raw or calls_of(whole.tokens))
-    for at in range(1, len(whole.tokens)):
-        resumed = engine.submit(request([*PROMPT, *whole.tokens[:at]], 40, num_resumed=at, **sampling))
+    places = range(1, len(whole.tokens))
+    found = [engine.submit(request([*PROMPT, *whole.tokens[:at]], 40, num_resumed=at, **sampling)) for at in places]
+    for at, resumed in zip(places, found, strict=True):
         assert (resumed.finish.reason, whole.tokens[:at] + resumed.tokens) == (whole.finish.reason, whole.tokens)
 
 
