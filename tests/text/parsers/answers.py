@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jinja2
@@ -151,14 +152,15 @@ def _kind(value: object) -> str:
 
 _TEMPLATES = jinja2.Environment(autoescape=False, keep_trailing_newline=True, cache_size=64)
 _TEMPLATES.filters |= {"json": _json, "python": repr, "kind": _kind}
+_compiled = functools.cache(_TEMPLATES.from_string)
 
 
 def render_calls(name: str, calls: list[tuple[str, dict[str, object]]]) -> str:
-    return _TEMPLATES.from_string(CALLS[name]).render(calls=calls)
+    return _compiled(CALLS[name]).render(calls=calls)
 
 
 def render_thought(name: str, thought: str, content: str) -> str:
-    return _TEMPLATES.from_string(REASONING[name][1]).render(thought=thought, content=content)
+    return _compiled(REASONING[name][1]).render(thought=thought, content=content)
 
 
 def read_back(name: str, calls: list[tuple[str, dict[str, object]]]) -> list[tuple[str, dict[str, object]]]:
