@@ -120,6 +120,7 @@ class PictureModel:
         self.module = make(folder)
         self.processor = AutoImageProcessor.from_pretrained(folder)
         self.is_qwen = make is qwen2_5_vl
+        self._known: dict[Any, list[int]] = {}
 
     def prompt(self, *parts: list[int] | None) -> list[int]:
         """Return ids before expansion; None stands for a picture."""
@@ -127,7 +128,13 @@ class PictureModel:
         return [token for part in parts for token in (around if part is None else part)]
 
     def generate(self, ids: list[int], pictures: list[np.ndarray], num_tokens: int) -> list[int]:
-        """Return the greedy tokens after an expanded prompt."""
+        """Return the greedy tokens after an expanded prompt; each question is computed once."""
+        key = (tuple(ids), tuple((picture.shape, picture.tobytes()) for picture in pictures), num_tokens)
+        if key not in self._known:
+            self._known[key] = self._generate(ids, pictures, num_tokens)
+        return self._known[key]
+
+    def _generate(self, ids: list[int], pictures: list[np.ndarray], num_tokens: int) -> list[int]:
         row = torch.tensor([ids])
         inputs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
         if pictures:
