@@ -21,7 +21,8 @@ _FRESH_S = 0.25  # as often as stubs publish: who asks more often gets the same 
 _LIMIT_S = 2.0  # for Triton's page
 _LEVEL = re.compile(r'^(bireme_\w+)\{worker="([^"]+)"\} (\S+)$', re.MULTILINE)
 _ADDED = ("bireme_requests_running", "bireme_requests_waiting")
-_BATCH = "bireme_engine_max_batch_size"  # decode's
+_BATCH = "bireme_engine_max_batch_size"  # decode's, or embedding's
+_STAGES = (*ROUTED_STAGES, "embedding")
 _USED, _BLOCKS, _BLOCK = "bireme_kv_blocks_used", "bireme_kv_blocks_total", "bireme_kv_block_tokens"
 
 
@@ -85,12 +86,12 @@ def whole_levels(page: str) -> dict[str, float]:
     """Return the levels of all workers that serve text together, by the names of Triton's page; {}: there is none."""
     stages: dict[str, _Levels] = {}
     for name, worker, value in _LEVEL.findall(page):
-        if (stage := stage_of(worker)) in ROUTED_STAGES:
+        if (stage := stage_of(worker)) in _STAGES:
             stages.setdefault(stage, {}).setdefault(name, []).append(float(value))
     if not stages:
         return {}
     added = {name: sum(sum(levels.get(name, ())) for levels in stages.values()) for name in _ADDED}
-    added |= {_BATCH: sum(stages.get("decode", {}).get(_BATCH, ()))}
+    added[_BATCH] = sum((stages.get("decode") or stages.get("embedding") or {}).get(_BATCH, ()))
     return added | _pool({stage: one for stage, one in stages.items() if one.keys() >= {_USED, _BLOCKS, _BLOCK}})
 
 
@@ -98,6 +99,6 @@ def _pool(stages: dict[str, _Levels]) -> dict[str, float]:
     """Return the blocks of the stage that computes prompts, in use as far as those of the fullest stage."""
     if not stages:
         return {}
-    own = stages.get("prefill") or stages["decode"]
+    own = stages.get("prefill") or stages.get("decode") or stages["embedding"]
     share = max(sum(one[_USED]) / max(sum(one[_BLOCKS]), 1.0) for one in stages.values())
     return {_USED: share * sum(own[_BLOCKS]), _BLOCKS: sum(own[_BLOCKS]), _BLOCK: max(own[_BLOCK])}

@@ -1,4 +1,4 @@
-"""The frontend's metrics as a Prometheus page: the names of metrics.TABLE, from one registry."""
+"""The frontend's metrics as a Prometheus page: the names of metrics.TABLE and, where asked for, those of others."""
 
 from __future__ import annotations
 

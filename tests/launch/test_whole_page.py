@@ -19,7 +19,7 @@ PAGE = """\
 bireme_requests_waiting{worker="decode"} 2
 bireme_requests_waiting{worker="decode_1"} 3
 bireme_requests_waiting{worker="prefill"} 4
-bireme_requests_waiting{worker="embedding"} 100
+bireme_requests_waiting{worker="video_diffusion"} 100
 bireme_requests_running{worker="decode"} 8
 bireme_requests_total{outcome="stop",worker="decode"} 5
 bireme_kv_blocks_used{worker="decode"} 90
@@ -47,6 +47,18 @@ def test_queues_add_up_and_the_pool_is_as_full_as_the_fullest_stage():
     assert (levels["bireme_requests_waiting"], levels["bireme_requests_running"]) == (9, 8)
     assert levels["bireme_kv_blocks_used"] / levels["bireme_kv_blocks_total"] == pytest.approx(0.7)
     assert (levels["bireme_kv_blocks_total"], levels["bireme_kv_block_tokens"]) == (50, 64)  # of who computes prompts
+
+
+def test_a_server_of_embeddings_has_a_queue_and_no_pool():
+    page = """\
+bireme_requests_waiting{worker="embedding"} 2
+bireme_requests_waiting{worker="embedding_1"} 3
+bireme_engine_max_batch_size{worker="embedding"} 64
+bireme_kv_block_tokens{worker="embedding"} 32
+"""
+    assert whole_levels(page) == {
+        "bireme_requests_waiting": 5, "bireme_requests_running": 0, "bireme_engine_max_batch_size": 64
+    }  # fmt: skip
 
 
 def test_an_engine_that_has_told_nothing_leaves_the_pool_out():
