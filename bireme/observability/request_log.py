@@ -212,7 +212,8 @@ class RequestLog:
     def _encoded(self) -> Iterator[bytes]:
         """Take records off the queue, until they make a batch."""
         num_bytes = held = 0
-        while self._noted and num_bytes < _BATCH_BYTES:
+        enough = min(_BATCH_BYTES, self._files.max_bytes // 2)
+        while self._noted and num_bytes < enough:
             noted = self._noted.popleft()
             with self._lock:
                 self._num_bytes -= noted.num_bytes

@@ -31,7 +31,8 @@ class RotatedFiles:
 
     def __init__(self, path: Path, name: str, max_bytes: int, max_files: int) -> None:
         """Nothing is made before the first line. Raises ConfigError where nothing can be."""
-        self._path, self._name, self._max_bytes, self._max_files = path, name, max_bytes, max_files
+        self._path, self._name, self._max_files = path, name, max_files
+        self.max_bytes = max_bytes  # of a file, where a single write is not larger
         self._stem = path.with_name(f"{path.name}.{name}")
         self._packing: Iterator[None] = iter(())
         self._descriptor: int | None = None
@@ -53,7 +54,7 @@ class RotatedFiles:
         elif not os.fstat(self._descriptor).st_nlink:  # somebody has removed it
             self._close()
             self._take_name()
-        if self._num_bytes and self._num_bytes + len(lines) > self._max_bytes:
+        if self._num_bytes and self._num_bytes + len(lines) > self.max_bytes:
             self._set_aside()
         self._append(lines)
 

@@ -1,5 +1,6 @@
 """The request log: what a line says and what it keeps to itself, and what becomes of lines that the disk won't take."""
 
+import gzip
 import json
 import threading
 import time
@@ -164,6 +165,15 @@ def test_a_disk_that_hangs_fills_the_queue_and_nothing_else(tmp_path, opened, mo
     log.close()
     found = counts(log)
     assert found["lost"] == 20 - 10 and found["written"] == 1 + 10 == len(lines(tmp_path))
+
+
+def test_a_burst_makes_no_file_larger_than_the_bound(tmp_path):
+    log = RequestLog(RotatedFiles(tmp_path / "log", "chat", 8192, 100), 4, KEY, "tiny", Registry("chat"))
+    for _ in range(100):
+        log.note(traced(range(40)))
+    log.close()
+    sizes = [len(gzip.decompress(path.read_bytes())) for path in tmp_path.glob("*.gz")]
+    assert len(sizes) > 5 and max(sizes) <= 8192
 
 
 def wait_for(condition):
