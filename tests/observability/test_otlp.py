@@ -3,10 +3,13 @@
 import builtins
 import json
 import logging
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from bireme.config import TracesConfig
 from bireme.errors import ConfigError
@@ -67,6 +70,31 @@ def test_a_trace_arrives_as_a_tree_that_hangs_below_its_caller(exporter_to):
     assert (root.links[0].trace_id.hex(), root.links[0].span_id) == ("ab" * 16, b"\0\0\0\0\0\0\0\7")
     told = attributes_of(next(span for span in spans if span.name == "attempt"))
     assert told["bireme.number"] == 0 and json.loads(told["bireme.candidates"]) == [{"worker": "decode", "cost": 1.5}]
+
+
+def test_an_endpoint_with_a_path_is_spoken_to_over_http(exporter_to):
+    came = []
+
+    class Door(BaseHTTPRequestHandler):
+        def do_POST(self):
+            data = self.rfile.read(int(self.headers["content-length"]))
+            came.append((self.path, self.headers["content-type"], data))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Door) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        exporter, registry = exporter_to(f"http://127.0.0.1:{server.server_address[1]}/v1/traces")
+        exporter.take(finished())
+        exporter.close()
+        server.shutdown()
+    [(path, kind, data)] = came
+    request = ExportTraceServiceRequest.FromString(data)
+    assert (path, kind) == ("/v1/traces", "application/x-protobuf") and dropped(registry) == {}
+    assert len(request.resource_spans[0].scope_spans[0].spans) == 3
 
 
 @pytest.mark.parametrize(("status", "code"), [(200, 2), (503, 2), (499, 2), (400, 0), (404, 0)])
