@@ -24,7 +24,7 @@ from bireme.engines.stub.environment import devices_of, num_threads
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch import machine
 from bireme.launch.deployment import Deployment
-from bireme.launch.secret_values import leave_out, shown_variables
+from bireme.launch.secret_values import MERGED, leave_out, shown_variables
 from bireme.launch.tritonserver import address
 from bireme.launch.value_sources import Layer, sources_of, tree_of
 from bireme.launch.yaml_source import Keys
@@ -101,6 +101,7 @@ def describe(deployment: Deployment, given: Given, state: State) -> dict[str, An
     tree = tree_of(recipe)
     sources = sources_of(tree, Path(recipe.folder), given.layers, given.base)
     shown = leave_out(tree, _named_files(recipe))
+    options, variables = leave_out(given.options, _option_files(given.options)), shown_variables(given.environment)
     document: dict[str, Any] = {
         "form": FORM,
         "state": state,
@@ -108,12 +109,18 @@ def describe(deployment: Deployment, given: Given, state: State) -> dict[str, An
         "versions": machine.versions(recipe, given.environment) | _tritonserver(deployment, state),
         "machine": machine.describe(given.environment),
         "ports": _ports(deployment),
-        "options": leave_out(given.options, _option_files(given.options)),
-        "environment": shown_variables(given.environment),
+        "options": options,
+        "environment": variables,
         "recipe_folder": recipe.folder,
         "recipe": shown,
         "sources": sources,
-        "left_out": [key for key in sources if not _has(shown, key)],
+        "left_out": [
+            *(key for key in sources if not _has(shown, key)),
+            *(f"--{name.replace('_', '-')}" for name, option in options.items() if "value" not in option),
+            *sorted(
+                name for name in given.environment.keys() - variables.keys() - {MERGED} if name.startswith("BIREME_")
+            ),
+        ],
         "settled": leave_out(_settled(recipe)),
         "workers": _workers(deployment, state),
     }

@@ -26,7 +26,7 @@ _SHOWN_VARIABLES = re.compile(
     r"(BIREME|CUDA|NVIDIA|NCCL|UCX|NIXL|OMP|GOMP|KMP|MKL|ONEDNN|DNNL|OPENBLAS|ATEN|TORCH|PYTORCH|TRANSFORMERS|HF"
     r"|TOKENIZERS|TLLM|TRT|TRTLLM|TENSORRT|TRITON|OTEL|NUMBA|MALLOC|XDG)_\w+|PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH"
 )
-_MERGED = "BIREME_OVERRIDE"  # its values stand in the recipe
+MERGED = "BIREME_OVERRIDE"  # its values stand in the recipe
 
 
 def may_be_secret(keys: Keys, value: Any) -> bool:
@@ -50,7 +50,7 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if _SHOWN_VARIABLES.fullmatch(name) and name != _MERGED and not may_be_secret((name,), value)
+        if _SHOWN_VARIABLES.fullmatch(name) and name != MERGED and not may_be_secret((name,), value)
     }
 
 

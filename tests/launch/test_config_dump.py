@@ -76,6 +76,7 @@ def test_variables_and_options_say_where_they_came_from(dump, monkeypatch):
     options, sources = found["options"], found["sources"]
     assert sources["limits.max_n"] == "BIREME_OVERRIDE" and found["recipe"]["limits"]["max_n"] == 2
     assert options["http_port"] == {"value": 8100, "source": "--http-port"}
+    assert found["left_out"] == []
     assert options["openai_port"] == {"value": 9100, "source": "BIREME_OPENAI_PORT"}
     assert options["grpc_port"] == {"value": 8001, "source": "default"}
     assert found["ports"]["http"] == "127.0.0.1:8100" and found["ports"]["openai"] == "127.0.0.1:9100"
@@ -152,6 +153,7 @@ def test_no_secret_is_in_it(dump, monkeypatch, tmp_path):
     assert found["recipe"]["workers"]["decode"]["env"] == {"NCCL_DEBUG": "INFO"}
     assert found["recipe"]["chat"]["template_kwargs"]["greeting"] == "hello"
     assert {"kv_events.nats_url", "grpc_tls.key", "workers.decode.env.HF_TOKEN"} <= set(found["left_out"])
+    assert {"--tls-key", "--discovery", "BIREME_KEY"} <= set(found["left_out"])
     assert found["sources"]["kv_events.nats_url"] == "--override"
 
 
