@@ -19,7 +19,7 @@ class MockMetrics:
         self._num_rests = 0
         self._canaries: set[RequestKey] = set()  # that steps may have
         self._ended_canaries: set[RequestKey] = set()  # of these, with the step under way
-        metrics.start("bireme_cancellations_total")
+        metrics.start("bireme_cancellations_total", "bireme_best_effort_rests_total")
 
     @property
     def has_canaries(self) -> bool:

@@ -164,6 +164,7 @@ class Supervisor:
     def start(self) -> None:
         """Wait until it is ready. Raises ConfigError or UnavailableError with its reason."""
         self._metrics.set("bireme_engine_up", 0)
+        self._metrics.set("bireme_engine_asleep", 0)
         for cause in ("exit", "hang", "stall"):
             self._metrics.start("bireme_engine_restarts_total", labels=(cause,))
         self._thread.start()

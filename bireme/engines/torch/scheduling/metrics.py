@@ -19,6 +19,7 @@ from bireme.metrics import Registry
 
 _LEVELS = ("bireme_requests_running", "bireme_requests_waiting", "bireme_kv_blocks_used", "bireme_kv_blocks_cached")
 _TIERS = {DEVICE: "device", HOST: "host", DISK: "disk"}
+_COUNTERS = ("bireme_cancellations_total", "bireme_preemptions_total", "bireme_best_effort_rests_total")
 _TIER_COUNTERS = tuple(
     f"bireme_kv_{name}_total"
     for name in ("offloaded_blocks", "offloaded_bytes", "onboarded_blocks", "onboarded_bytes", "offload_missed_blocks",
@@ -128,7 +129,7 @@ class TorchMetrics:
         for tier, pools in enumerate(manager.tiers.pools[HOST:], HOST):
             self._metrics.set("bireme_kv_tier_capacity_blocks", sum(pool.num_blocks for pool in pools), _TIERS[tier])
             self._metrics.start(*_TIER_COUNTERS, labels=(_TIERS[tier],))
-        self._metrics.start("bireme_cancellations_total", "bireme_preemptions_total")
+        self._metrics.start(*_COUNTERS)
         self.levels(manager, scheduler)
 
     def usage(self, sequence: Sequence, now: float) -> Usage:
