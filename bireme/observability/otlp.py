@@ -115,6 +115,9 @@ class OtlpExporter:
         self._resource = Resource.create(facts)
         self._scope = InstrumentationScope("bireme", __version__)
         self._num_taken = 0
+        metrics.start("bireme_trace_spans_exported_total")
+        for reason in ("queue_full", "not_taken"):
+            metrics.start("bireme_trace_spans_dropped_total", labels=(reason,))
 
     def take(self, trace: RequestTrace) -> None:
         if not trace.is_sampled:

@@ -252,8 +252,8 @@ class Adapter:
             live_settings.look(folder)
         if responses:
             self._metrics.add("bireme_responses_total", responses)
-        if self._bls.look():
-            self._metrics.set("bireme_bls_threads_lost", self._bls.num_lost)
+        self._bls.look()
+        self._metrics.set("bireme_bls_threads_lost", self._bls.num_lost)
         if cancelled and stage_of(self._model_name) not in WORKER_STAGES:  # a worker's engine counts its own
             self._metrics.add("bireme_cancellations_total", cancelled)
 

@@ -210,6 +210,8 @@ class KvFeed:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-feed", daemon=True)
         metrics.start("bireme_kv_feed_gaps_total", "bireme_kv_feed_resyncs_total")
+        for reason in ("malformed", "unknown_worker", "dead_life"):
+            metrics.start("bireme_kv_feed_discarded_total", labels=(reason,))
 
     def start(self) -> None:
         self._thread.start()

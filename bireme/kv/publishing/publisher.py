@@ -213,6 +213,8 @@ class KvPublisher:
         self._is_awake = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-publisher", daemon=True)
         metrics.start("bireme_kv_event_gaps_total", "bireme_kv_event_replays_total")
+        for what in ("publish", "turn"):
+            metrics.start("bireme_kv_event_errors_total", labels=(what,))
 
     def start(self) -> None:
         self._thread.start()

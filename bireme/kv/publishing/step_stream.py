@@ -27,6 +27,7 @@ class StepStream:
         self._ring, self._metrics = ring, metrics
         self._worker_id, self._life = worker_id, life
         self._ranks = {number: _Numbers() for number in range(num_ranks)}
+        metrics.start("bireme_step_records_lost_total")
 
     def take(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and payload of what is to be sent now."""
