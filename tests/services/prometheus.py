@@ -40,13 +40,18 @@ def shortened(rules: str, for_s: float, window_s: float) -> str:
 class Prometheus:
     """Scrapes the targets from `__enter__` to `__exit__`."""
 
-    def __init__(self, folder: Path, targets: list[str], alertmanager: str = "", rules: str = "") -> None:
+    def __init__(
+        self, folder: Path, targets: list[str], alertmanager: str = "", rules: str = "", key: str = ""
+    ) -> None:
+        """`key`: an API key, where the frontend asks for one."""
         self._folder = folder / "prometheus"
         self._folder.mkdir()
         self.address = f"127.0.0.1:{free_port()}"
         config = yaml.safe_load((FILES / "prometheus.yaml").read_text())
         config["global"] = {"scrape_interval": f"{SCRAPE_MS}ms", "evaluation_interval": f"{SCRAPE_MS}ms"}
         config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
+        if key:
+            config["scrape_configs"][0]["authorization"] = {"credentials": key}
         config["alerting"]["alertmanagers"][0]["static_configs"] = [{"targets": [alertmanager] if alertmanager else []}]
         (self._folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
         (self._folder / "alerts.yaml").write_text(rules or (FILES / "alerts.yaml").read_text())
@@ -77,19 +82,19 @@ class Prometheus:
         return [(one["metric"], float(one["value"][1])) for one in found["result"]]
 
 
-class Receiver:
-    """A webhook that alertmanager calls: what fires, and what has ended."""
+class Taker:
+    """An address that takes what is sent to it, with `status`."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []  # alerts, as they came
+        self.status = 200
         self.address = f"127.0.0.1:{free_port()}"
-        receiver = self
+        taker = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                receiver.told.extend(json.loads(body)["alerts"])
-                self.send_response(200)
+                taker.take(self.rfile.read(int(self.headers["content-length"])))
+                self.send_response(taker.status)
+                self.send_header("content-length", "0")
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
@@ -99,9 +104,22 @@ class Receiver:
         self._server = http.server.ThreadingHTTPServer((host, int(port)), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
+    def take(self, body: bytes) -> None: ...
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class Receiver(Taker):
+    """A webhook that alertmanager calls: what fires, and what has ended."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []  # alerts, as they came
+        super().__init__()
+
+    def take(self, body: bytes) -> None:
+        self.told.extend(json.loads(body)["alerts"])
 
     def last(self, alert: str, **labels: str) -> dict[str, Any] | None:
         """Return the alert of these labels as it was last told of."""

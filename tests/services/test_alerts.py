@@ -70,6 +70,12 @@ def test_an_engine_that_dies_again_and_again_with_what_it_has_leased(watched):
     assert re.fullmatch(r"prefill has been started again \d times in 10 minutes", told["annotations"]["summary"])
 
 
+def test_a_collector_that_refuses_spans(watched):
+    watched.collector.status = 400
+    watched.fires("TracesDropped", watched.ask, reason="not_taken")
+    watched.collector.status = 200
+
+
 def test_decode_that_never_fetches(watched):
     def leave_leased():
         watched.client.infer("prefill", input_ids=watched.new_prompt(), max_tokens=5)
@@ -78,8 +84,10 @@ def test_decode_that_never_fetches(watched):
 
 
 def test_requests_that_fill_the_pool_and_those_that_wait_for_them(watched):
-    first, second, third = (watched.begin(max_tokens=600) for _ in range(3))
-    began = time.monotonic()
+    first, second = watched.begin(max_tokens=600), watched.begin(max_tokens=600)
+    for one in (first, second):
+        one.wait_for_token()
+    third, began = watched.begin(max_tokens=600), time.monotonic()
     watched.fires("RequestsQueue", worker="decode")
     watched.fires("TokensLate", worker="decode")
     until(lambda: time.monotonic() - began > 6, "the clock stands still")  # 5 s without a token are late

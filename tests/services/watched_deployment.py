@@ -24,7 +24,7 @@ from benchmarks.chaos.launch import Launch
 from benchmarks.chaos.nats import NatsProcess
 from benchmarks.chaos.topologies import Topology
 from tests.server.triton_client import Client
-from tests.services.prometheus import FILES, Prometheus, Receiver, alertmanager, shortened
+from tests.services.prometheus import FILES, Prometheus, Receiver, Taker, alertmanager, shortened
 
 LIMIT_S = 150.0
 FOR_S, WINDOW_S = 1.0, 15.0
@@ -32,7 +32,7 @@ BLOCK, POOL_BLOCKS, PROMPT_BLOCKS = 32, 64, 10
 LEASE_MS = 2000
 
 
-def topology(model: Path, nats_url: str) -> Topology:
+def topology(model: Path, nats_url: str, collector: str) -> Topology:
     pool = {
         "kv_cache_config": {
             "tokens_per_block": BLOCK,
@@ -62,6 +62,7 @@ def topology(model: Path, nats_url: str) -> Topology:
             "router": {"mode": "kv"},
             "kv_events": {"plane": "nats", "nats_url": nats_url},
             "pipeline": {"stall_timeout_s": 3},
+            "observability": {"traces": {"endpoint": f"http://{collector}/v1/traces"}},
         },
     )
 
@@ -74,9 +75,9 @@ class Watched:
         self.model.symlink_to(model)
         self._key_before = os.environ.get("BIREME_KEY", "")
         os.environ["BIREME_KEY"] = secrets.token_hex(32)
-        self.etcd, self.nats = EtcdServer(folder), NatsProcess(folder)
+        self.etcd, self.nats, self.collector = EtcdServer(folder), NatsProcess(folder), Taker()
         self.launch = Launch(
-            topology(self.model, self.nats.url),
+            topology(self.model, self.nats.url, self.collector.address),
             folder,
             arguments=("--discovery", self.etcd.address, "--canary-interval=0"),
         )
@@ -86,6 +87,7 @@ class Watched:
 
     def __enter__(self) -> Watched:
         self._parts.callback(self.receiver.close)
+        self._parts.callback(self.collector.close)
         self._parts.callback(os.environ.__setitem__, "BIREME_KEY", self._key_before)
         self._parts.callback(self.etcd.kill)
         self._parts.callback(self.nats.kill)
