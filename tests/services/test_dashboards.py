@@ -1,20 +1,17 @@
 """Every panel's query on a real Prometheus that scrapes every metric of the table, at work and at rest."""
 
 import http.server
-import json
 import math
-import re
 import threading
 import time
 
 import pytest
 
-from bireme.config import CHECKOUT
 from bireme.metrics import TABLE, Registry
 from bireme.openai.metrics_page import MetricsPage
+from tests.services.dashboard_queries import queries
 from tests.services.prometheus import Prometheus
 
-FOLDER = CHECKOUT / "docker" / "grafana" / "dashboards"
 ENGINES, CLIENTS = ("prefill", "decode"), ("frontend",)
 CHOSEN = {"direction": "import"}  # values that a panel asks for
 WINDOW = "2s"
@@ -73,21 +70,7 @@ def prometheus(site, tmp_path_factory):
         yield running
 
 
-def queries_of(board):
-    """Yield title and expression, as Grafana sends it with everything chosen."""
-    chosen = {one["name"]: one["allValue"] for one in board["templating"]["list"] if one["type"] == "query"}
-    panels = [panel for row in board["panels"] for panel in [row, *row.get("panels", [])]]
-    drawn = [(panel["title"], one["expr"]) for panel in panels for one in panel.get("targets", [])]
-    for title, expression in drawn + [(one["name"], one["expr"]) for one in board["annotations"]["list"]]:
-        expression = expression.replace("$__rate_interval", WINDOW)
-        yield title, re.sub(r"\$(\w+)", lambda found: chosen[found[1]], expression)
-
-
-QUERIES = [
-    (f"{path.stem}: {title}", expression)
-    for path in sorted(FOLDER.glob("*.json"))
-    for title, expression in queries_of(json.loads(path.read_text()))
-]
+QUERIES = queries(WINDOW)
 
 
 def wait_until(holds):

@@ -1,0 +1,61 @@
+"""Every panel's query has a finite answer where Prometheus scrapes a real deployment under a little of everything."""
+
+import math
+
+import pytest
+
+from tests.services.dashboard_load import KEY, deployment, until
+from tests.services.dashboard_queries import queries
+from tests.services.prometheus import Prometheus
+
+WINDOW = "2m"  # the whole load
+# What a query without an answer here must name: series that this deployment can't have, and why.
+ABSENT = {
+    "trtllm_": "TensorRT-LLM's own",
+    "bireme_video_": "nothing here makes videos",
+    "bireme_kv_staging_bytes": "KV that is on no GPU is not staged",
+    "bireme_weights_engines": "the memory service is off",
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("panels")
+    with deployment(folder) as serving, Prometheus(folder, serving.targets, key=KEY) as prometheus:
+        until(lambda: len(prometheus.ask("up == 1")) == 2, "a target is not scraped")
+        serving.load()
+        until(lambda: prometheus.ask("bireme_batch_lines_total > 0"), "the batch's line is not counted")
+        until(lambda: prometheus.ask("bireme_canaries_total > 0"), "no canary is counted")
+        until(lambda: prometheus.ask("bireme_migrations_total > 0"), "no migration is counted")
+        yield prometheus
+
+
+def is_absent(expression):
+    return any(name in expression for name in ABSENT)
+
+
+def test_each_panel_has_finite_values(running):
+    empty = [title for title, query in queries(WINDOW) if not is_absent(query) and not running.ask(query)]
+    assert set(empty) == set()
+    values = [(title, value) for title, query in queries(WINDOW) for _, value in running.ask(query)]
+    assert [one for one in values if not math.isfinite(one[1])] == []
+
+
+def test_what_is_said_to_be_absent_is(running):
+    present = [title for title, query in queries(WINDOW) if is_absent(query) and running.ask(query)]
+    assert present == []
+    used = [name for name in ABSENT if any(name in query for _, query in queries(WINDOW))]
+    assert used == list(ABSENT)
+
+
+def test_what_was_asked_for_has_been_counted(running):
+    for counted in (
+        'bireme_requests_total{worker="frontend", outcome="INVALID_ARGUMENT"}',
+        'bireme_cancellations_total{worker=~"decode.*"}',
+        'bireme_rate_limited_total{key="limited"}',
+        'bireme_kv_onboarded_blocks_total{tier=~"host|disk"}',
+        "bireme_embedding_cache_hits_total",
+        'bireme_engine_restarts_total{cause="exit"}',
+        "bireme_traceparents_ignored_total",
+    ):
+        until(lambda query=counted: running.ask(f"{query} > 0"), f"{counted} is 0")
