@@ -238,14 +238,44 @@ class RequestTrace:
                 span.end_us, span.error = self.root.end_us, span.error or error
 
 
+class PromptWork:
+    """Steps that have computed parts of prompts, since an engine began: what a request's tokens waited for in them is
+    the difference of two looks.
+    """
+
+    __slots__ = ("num_tokens", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds, self.num_tokens = 0.0, 0
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        self.seconds += seconds
+        self.num_tokens += num_tokens
+
+
 class EngineSpans:
     """What an engine tells of a request; its times are of time.monotonic()."""
 
-    __slots__ = ("_offset_us", "spans")
+    __slots__ = ("_neighbors", "_offset_us", "spans")
 
     def __init__(self) -> None:
         self.spans: list[EngineSpan] = []
         self._offset_us = _offset_us()
+        self._neighbors = (0.0, 0)  # the work that was done when its own prompt was
+
+    def begin_generation(self, work: PromptWork) -> None:
+        """From now on prompts are others'; to be called again after each part of its own."""
+        self._neighbors = work.seconds, work.num_tokens
+
+    def add_generation(self, began_at: float, ended_at: float, num_tokens: int, work: PromptWork) -> None:
+        seconds, before = self._neighbors
+        neighbors: dict[str, float] = {}
+        if work.num_tokens > before:
+            neighbors = {
+                "neighbors_ms": round(1e3 * (work.seconds - seconds), 3),
+                "neighbor_tokens": work.num_tokens - before,
+            }
+        self.add("generate", began_at, ended_at, tokens=num_tokens, steps=num_tokens - 1, **neighbors)
 
     def add(self, name: str, began_at: float, ended_at: float, **attributes: str | float | bool) -> None:
         start_us, end_us = (int(at * 1e6) + self._offset_us for at in (began_at, ended_at))

@@ -40,7 +40,7 @@ from bireme.errors import BiremeError, DeadlineExceededError, RequestError, to_m
 from bireme.kv.blocks.events import EventBuffer, KvEvent
 from bireme.kv.transfer.base import Lease
 from bireme.messages import Capacity, Finish, FinishReason
-from bireme.request_trace import EngineSpans
+from bireme.request_trace import EngineSpans, PromptWork
 
 logger = logging.getLogger("bireme.engine")
 MAX_BATCH_SIZE = 1024
@@ -73,6 +73,7 @@ class MockEngine:
         self._leases: dict[RequestKey, Lease] = {}  # exported; they hold the blocks of ended requests
         self._outputs: list[tuple[MockSequence, bool, Finish | None]] = []  # first tokens and ends, to be accounted for
         self._chunks: list[tuple[EngineSpans, int]] = []  # of traced requests, in the step under way
+        self._prompt_work = PromptWork()
         self._step = 0
         self._began_at = 0.0
         self._stepped_at = 0.0
@@ -383,6 +384,8 @@ class MockEngine:
     def _begin_decode(self, one: MockSequence) -> None:
         one.state = MockSequenceStatus.DECODE
         one.decode_at = time.monotonic()
+        if one.spans is not None:
+            one.spans.begin_generation(self._prompt_work)
         assert one.holding is not None and one.content is not None
         self._pool.publish(one.holding, one.content)
 
@@ -391,6 +394,7 @@ class MockEngine:
         self._began_at = began
         if self._recorder is not None:
             self._recorder.begin(decoding, prefilling)
+        num_left = self._num_prefill_tokens
         prefill_s, prefilled = self._prefill(prefilling, self._max_num_tokens - len(decoding))
         plain, others = _advance(decoding)  # tokens are made within the step, as a GPU would
         others += prefilled
@@ -398,8 +402,8 @@ class MockEngine:
         model = self._model
         duration_s = (model.step_ms + model.step_ms_per_request * len(decoding)) / 1e3 + prefill_s
         self._pace.step(began, duration_s)
-        for spans, chunk in self._chunks:
-            spans.add("prefill_chunk", began, time.monotonic(), tokens=chunk, step=self._step)
+        if prefilling:
+            self._note_prompts(began, num_left - self._num_prefill_tokens)
         for one in prefilled:
             self._begin_decode(one)
         deltas = [self._deliver(one, [token]) for one, token in zip(others, tokens, strict=True)]
@@ -417,6 +421,12 @@ class MockEngine:
         self._accounts.levels(self._pool, self._best_effort.num_rests)
         self._accounts.stepped(ended - began, num_load)
         self._step_log.add(began, ended, is_first)
+
+    def _note_prompts(self, began: float, num_tokens: int) -> None:
+        now = time.monotonic()
+        self._prompt_work.note(now - began, num_tokens)
+        for spans, chunk in self._chunks:
+            spans.add("prefill_chunk", began, now, tokens=chunk, step=self._step)
 
     def _prefill(self, prefilling: list[MockSequence], budget: int) -> tuple[float, list[MockSequence]]:
         """Within the token budget; return the time it takes and those that are complete."""
@@ -497,7 +507,7 @@ class MockEngine:
         if delta.finish is None:
             delta.finish = Finish("not_finished", usage)
             if one.spans is not None:
-                delta.finish.spans = one.told(one.spans)
+                delta.finish.spans = one.told(one.spans, self._prompt_work)
             self._leases[one.key] = one.lease
             one.lease.export(one.num_prompt, MockKvRows.computed(one.prompt_ids).rows)
             one.lease = one.holding = None
@@ -507,7 +517,7 @@ class MockEngine:
     ) -> Finish:
         finish = Finish(reason, one.usage(self._context.worker), error, stop_token_id)
         if one.spans is not None:
-            finish.spans = one.told(one.spans)
+            finish.spans = one.told(one.spans, self._prompt_work)
         return finish
 
     def _end(self, one: MockSequence, reason: FinishReason, error: BaseException | None = None) -> None:

@@ -15,7 +15,7 @@ from bireme.engines.mocker.rows import MockKvRows
 from bireme.engines.mocker.tokens import Ids, prompt_digest, tokens_at
 from bireme.kv.transfer.base import KvFetch, Lease
 from bireme.messages import EngineRequest, EngineSpan, TokenLogprob, TokenLogprobs, Usage
-from bireme.request_trace import EngineSpans
+from bireme.request_trace import EngineSpans, PromptWork
 
 _AHEAD = 128  # tokens computed at once
 
@@ -164,7 +164,7 @@ class MockSequence:
             result.decode_worker = "" if self.request.request_type == "context_only" else worker
         return result
 
-    def told(self, spans: EngineSpans) -> list[EngineSpan]:
+    def told(self, spans: EngineSpans, work: PromptWork) -> list[EngineSpan]:
         """Return all spans of a request that ends now; those of its chunks have been noted."""
         now = time.monotonic()
         admitted_at, decode_at = self.admitted_at, self.decode_at
@@ -172,6 +172,5 @@ class MockSequence:
         if self.fetch is not None:
             spans.add("transfer", admitted_at, decode_at or now, bytes=self.fetch.num_bytes, way=self.fetch.way)
         if decode_at and self.request.request_type != "context_only":
-            num_tokens = self.num_generated - self.request.num_resumed
-            spans.add("generate", decode_at, now, tokens=num_tokens, steps=num_tokens - 1)
+            spans.add_generation(decode_at, now, self.num_generated - self.request.num_resumed, work)
         return spans.spans

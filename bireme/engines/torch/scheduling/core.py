@@ -150,7 +150,7 @@ class EngineCore:
             self._advance(plan)
             now, sequences = time.monotonic(), computed.batch.sampled
             if plan.chunks:
-                note_chunks(plan, self.num_steps, began, now)
+                note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
             self._delivery.accept_all(sequences, sampled, now)
             self._parts.accounts.stepped(computed.path, now - began, len(sequences))
             if self._recorder is not None and scheduled is not None:
@@ -160,6 +160,8 @@ class EngineCore:
         """Register new sequences with sampler and accounts; one that can't begin leaves the plan."""
         new = [sequence for sequence in plan.sequences if not sequence.is_sampling]
         for sequence in new:
+            if sequence.spans is not None:
+                sequence.spans.begin_generation(self._parts.prompt_work)
             try:
                 self._delivery.begin(sequence)
                 self._parts.accounts.scheduled(sequence, now)

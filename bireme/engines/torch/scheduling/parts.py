@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bireme.engines.base import RequestKey
 from bireme.engines.torch.forward.forward import Forward
@@ -17,6 +17,7 @@ from bireme.engines.torch.step import Post
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.kv.wire.step_records import StepRing
 from bireme.logits.sampler import Sampler
+from bireme.request_trace import PromptWork
 
 
 @dataclass(slots=True)
@@ -36,3 +37,4 @@ class Parts:
     mover: BlockMover | None = None  # where blocks have tiers below the device
     pictures: PictureStore | None = None  # of a model that takes pictures
     steps: StepRing | None = None  # where step records are asked for
+    prompt_work: PromptWork = field(default_factory=PromptWork)

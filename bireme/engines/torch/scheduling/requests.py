@@ -165,6 +165,6 @@ class OpenRequests:
         now = time.monotonic()
         delta.finish = Finish(reason, self._parts.accounts.usage(sequence, now), error, stop_token_id)
         if sequence.spans is not None:
-            delta.finish.spans = told(sequence, sequence.spans, now)
+            delta.finish.spans = told(sequence, sequence.spans, self._parts.prompt_work, now)
         self._parts.accounts.finished(sequence, reason, error, now)
         self.outputs.append(delta)
