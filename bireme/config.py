@@ -507,11 +507,19 @@ class RequestLogConfig(Settings, frozen=True, kw_only=True):
     trace_block_size: Positive = 64  # tokens of a prompt that one hash stands for
 
 
+class TimelinesConfig(Settings, frozen=True, kw_only=True):
+    """What took a request's time, kept by each process of the frontend for its latest requests."""
+
+    max_entries: NotNegative = 0  # 0: none are kept, and no request is traced for them
+    max_bytes: Positive = 16 << 20  # of all of them; above it the oldest make room
+
+
 class ObservabilityConfig(Settings, frozen=True, kw_only=True):
     """What entries (frontend, stubs of pipelines) tell of each request beside metrics."""
 
     traces: TracesConfig = TracesConfig()
     request_log: RequestLogConfig = RequestLogConfig()
+    timelines: TimelinesConfig = TimelinesConfig()
 
 
 class Recipe(Settings, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import CHECKOUT
-from bireme.openai.openapi import OPERATIONS, REF, UPLOAD, Operation, schemas
+from bireme.openai.openapi import OPERATIONS, REF, UPLOAD, Operation, answer_schemas, schemas
 
 PAGE = CHECKOUT / "docs" / "api.md"
 HEAD = """\
@@ -32,15 +32,19 @@ _TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean":
 
 def text() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *_endpoints(), *_bodies(), *_objects()])
+    return "\n".join([HEAD, *_endpoints(), *_bodies(), *_objects(), *_answers()])
 
 
 def _endpoints() -> Iterator[str]:
     yield "| method | path | what |\n|---|---|---|"
     for one in OPERATIONS:
-        path = f"[`{one.path}`](#{_anchor(_title(_first(one)))})" if _schema(one) else f"`{one.path}`"
+        path = f"[`{one.path}`](#{_target(one)})" if _schema(one) or one.answer else f"`{one.path}`"
         yield f"| {one.method} | {path} | {one.text} |"
     yield ""
+
+
+def _target(one: Operation) -> str:
+    return one.answer.__name__.lower() if one.answer is not None else _anchor(_title(_first(one)))
 
 
 def _bodies() -> Iterator[str]:
@@ -77,6 +81,18 @@ def _objects() -> Iterator[str]:
             yield ""
 
 
+def _answers() -> Iterator[str]:
+    """What answers hold that have no counterpart in other servers' APIs."""
+    yield "## Objects within answers\n"
+    yield "`..._ms`: milliseconds, `..._s`: seconds, `at` and `..._at`: seconds of Unix time.\n"
+    for name, schema in sorted(answer_schemas().items()):
+        yield f"### {name}\n"
+        yield "| field | type |\n|---|---|"
+        for field, kind in schema["properties"].items():
+            yield f"| `{field}` | {_type(kind)} |"
+        yield ""
+
+
 def _fields(schema: dict[str, Any]) -> Iterator[str]:
     yield "| field | | type, or why it is refused |\n|---|---|---|"
     required = schema.get("required", [])
@@ -93,6 +109,8 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if "prefixItems" in schema:
+        return f"[{', '.join(map(_type, schema['prefixItems']))}]"
     if schema.get("type") == "array":
         return f"list of {_type(schema['items'])}" if schema.get("items") else "list"
     if isinstance(schema.get("additionalProperties"), dict) and schema["additionalProperties"]:

@@ -54,6 +54,7 @@ class Traces:
         self._bound = round((sample_ratio or 0.0) * 2**_ID_BITS)
         self._readers: list[Reader] = []
         self._closers: list[Callable[[], None]] = []
+        self._beginners: list[Reader] = []
         self._wants_all = self._wants_token_times = self._wants_all_details = False
 
     @property
@@ -67,15 +68,19 @@ class Traces:
         wants_all: bool = False,
         wants_token_times: bool = False,
         wants_details: bool = True,
+        begin: Reader | None = None,
         close: Callable[[], None] | None = None,
     ) -> None:
         """Have `reader` called with each sampled trace that has ended, or with every one.
 
         `wants_token_times`: sequences note when each delta came. `wants_details`: whether `wants_all` goes for what
-        router and engines tell as well, which costs the most; sampled traces have it anyway. `close`: called at the end
-        of the process, on a thread that may wait; within a few seconds.
+        router and engines tell as well, which costs the most; sampled traces have it anyway. `begin`: called with a
+        trace as soon as it is known whose it is. `close`: called at the end of the process, on a thread that may wait;
+        within a few seconds.
         """
         self._readers.append(reader)
+        if begin is not None:
+            self._beginners.append(begin)
         if close is not None:
             self._closers.append(close)
         self._wants_all = self._wants_all or wants_all
@@ -112,6 +117,11 @@ class Traces:
             keeps_token_times=self._wants_token_times,
             has_details=identity.is_sampled or self._wants_all_details,
         )
+
+    def begun(self, trace: RequestTrace) -> None:
+        """Show a trace that has its request's id to those who want to know of running ones."""
+        for begin in self._beginners:
+            begin(trace)
 
     def end(self, trace: RequestTrace, error: BaseException | None = None) -> None:
         """End it and hand it to its readers; a reader that fails is logged, and costs the request nothing."""

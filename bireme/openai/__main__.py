@@ -28,7 +28,7 @@ from bireme.launch.processes import started_at
 from bireme.launch.run_folder import FILES, RESPONSES
 from bireme.metric_aliases import aliases_of_frontend
 from bireme.metrics import Registry, use_buckets
-from bireme.observability.entry import open_traces
+from bireme.observability.entry import open_timelines, open_traces
 from bireme.openai.app import Frontend
 from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.connection import Connection
@@ -158,8 +158,9 @@ def make_server(options: argparse.Namespace) -> uvicorn.Server:
     run_dir = Path(named) if (named := os.environ.get("BIREME_RUN_DIR")) else None
     followed += [tls.followed] if tls else []
     followed += [_live_settings(run_dir)] if run_dir else []
+    timelines = open_timelines(recipes[0])
     frontend = Frontend(models, metrics, config, keys, options.member, videos, responses, files, followed, embedders,
-                        options.host, run_dir, open_traces(recipes[0], metrics))  # fmt: skip
+                        options.host, run_dir, open_traces(recipes[0], metrics, timelines), timelines)  # fmt: skip
     return _Server(_uvicorn_config(frontend, options, config, tls), frontend, options.member)
 
 

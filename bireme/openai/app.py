@@ -22,6 +22,7 @@ from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metric_aliases import Aliases, aliases_of_frontend
 from bireme.metrics import MetricDelta, Registry, limits_of
+from bireme.observability.timelines import Timelines
 from bireme.observability.traces import Traces
 from bireme.openai.accounts import AccountNames, Accounts
 from bireme.openai.batch.line_gate import Endpoint
@@ -36,6 +37,7 @@ from bireme.openai.http.pace import Pacer
 from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
 from bireme.openai.live.feed import LIVE, LiveFeed
 from bireme.openai.live.source import LiveSource
+from bireme.openai.live.timeline_route import TIMELINE, TimelineRoute
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
 from bireme.openai.model_kinds import ModelsByName
 from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS, openapi
@@ -82,11 +84,12 @@ class Frontend:
         member: Member | None = None, videos: VideoModels | None = None, responses_folder: Path | None = None,
         files_folder: Path | None = None, followed: Sequence[FollowedFiles] = (),
         embedders: EmbeddingModels | None = None, bound_to: str = "127.0.0.1", run_dir: Path | None = None,
-        traces: Traces | None = None,
+        traces: Traces | None = None, timelines: Timelines | None = None,
     ) -> None:  # fmt: skip
         """`member`: other processes serve the same port. The folders are of kept responses, and of files and batches;
         None: they go with this process. `followed`: looked at while it serves. `bound_to`: what the port listens on.
-        `run_dir`: of the launch; None: out of reach. `traces`: None: nobody reads any.
+        `run_dir`: of the launch; None: out of reach. `traces`: None: nobody reads any. `timelines`:
+        None: none are kept.
         """
         self._videos = videos or VideoModels()
         self._embedders = embedders or EmbeddingModels()
@@ -109,6 +112,7 @@ class Frontend:
         self._page = MetricsPage(metrics, {model.services.metrics: one for model, one in self._aliases.items()})
         self._open_accounts()
         self._live_feed: LiveFeed | None = None
+        self._timelines = TimelineRoute(timelines, member)
         self._playground = PlaygroundFiles() if self._config.playground else None
         self._playground_paths = self._playground.paths if self._playground else frozenset()
         self._open_paths = OPEN_PATHS | self._playground_paths
@@ -186,7 +190,9 @@ class Frontend:
         if (pulse := own_pulse()) is not None:
             self._pulse = asyncio.get_running_loop().create_task(pulse.run())
         if self._member is not None:
-            answers: dict[str, Answer] = {LIVE: lambda _: live.part()} if (live := self._live_feed) is not None else {}
+            answers: dict[str, Answer] = {TIMELINE: self._timelines.answer}
+            if (live := self._live_feed) is not None:
+                answers[LIVE] = lambda _: live.part()
             self._teller = await self._member.tell(self._totals, answers)
 
     def _live_routes(self, models: Sequence[FollowedModel], readiness: Readiness) -> dict[str, dict[str, Handler]]:
@@ -288,12 +294,16 @@ class Frontend:
         methods = self._routes.get(path)
         if methods is None and path.startswith(_MODEL_PATH):
             return {"GET": self._show_model}
-        methods = methods or self._video_routes.match(path) or self._stored.match(path, self._with_body)
-        if methods is None and self._files is not None:
-            methods = self._files.match(path)
+        methods = methods or self._match(path)
         if methods is None:
             raise HttpError(404, "no such path; GET /openapi.json lists what there is", code="not_found")
         return methods
+
+    def _match(self, path: str) -> dict[str, Handler] | None:
+        """Return the methods of a path with an id or a name in it."""
+        found = self._timelines.match(path) or self._video_routes.match(path)
+        found = found or self._stored.match(path, self._with_body)
+        return found or (self._files.match(path) if self._files is not None else None)
 
     async def _refuse(self, call: Call, error: Exception) -> bool:
         """Log what only the log may show, and tell the caller; false: it is too late for that."""

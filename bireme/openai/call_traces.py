@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
 from bireme.errors import RequestCancelledError
+from bireme.observability.timelines import RESPONSE_ID
 from bireme.observability.traces import Traces
 from bireme.openai.http.call import Call, Patience
 from bireme.openai.http.error_replies import HttpError
-from bireme.openai.keys import OPEN
+from bireme.openai.keys import OPEN, Tenant
 from bireme.request_trace import RequestTrace, Span, SpanLink, error_text, new_span_id, parse_traceparent
+
+_LONG_WAIT_S, _MAX_WAITS = 0.005, 64
+
+
+class BackgroundWork(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def tenant(self) -> Tenant: ...
+
+    @property
+    def link(self) -> str: ...
 
 
 class CallTraces:
@@ -37,6 +52,7 @@ class CallTraces:
         trace.root.attributes |= {"http.request.method": call.method, "http.route": call.path}
         _add_link(trace, link)
         call.add_header(b"traceresponse", trace.traceparent(trace.root).encode())
+        self._traces.begun(trace)
 
     def end(self, call: Call) -> None:
         trace = call.trace
@@ -47,16 +63,24 @@ class CallTraces:
             note_failure(trace, asyncio.CancelledError())
         self._traces.end(trace)
 
-    def begin_background(self, path: str, link: str) -> RequestTrace | None:
-        """Begin the trace of work that goes on when its request has its answer: one of its own."""
+    def begin_background(self, path: str, job: BackgroundWork) -> RequestTrace | None:
+        """Begin the trace of work that goes on when its request has its answer: one of its own, by the answer's id."""
         trace = self._traces.begin(f"background {path}", self._traces.identify(), time.monotonic())
         if trace is not None:
-            _add_link(trace, link)
+            trace.request_id, trace.tenant = job.id, job.tenant.name
+            _add_link(trace, job.link)
+            self._traces.begun(trace)
         return trace
 
     def end_background(self, trace: RequestTrace, error: BaseException | None, **attributes: str) -> None:
         trace.root.attributes |= attributes
         self._traces.end(trace, error)
+
+
+def note_response(call: Call, response_id: str) -> None:
+    """Keep the answer's own id, by which its caller knows it."""
+    if call.trace is not None:
+        call.trace.root.attributes[RESPONSE_ID] = response_id
 
 
 def note_failure(trace: RequestTrace, error: BaseException) -> None:
@@ -94,6 +118,7 @@ class ClientWait:
         self._call, self._trace = call, call.trace
         self._span: Span | None = None  # from the first event on
         self._waited_s = 0.0
+        self._waits: list[tuple[int, int]] = []  # the first longer ones: start and length, in microseconds
 
     async def write(self, data: bytes, is_last: bool, patience: Patience) -> None:
         began = time.monotonic()
@@ -101,8 +126,13 @@ class ClientWait:
         try:
             await self._call.write_events(data, is_last, patience)
         finally:
-            self._waited_s += time.monotonic() - began
+            took_s = time.monotonic() - began
+            self._waited_s += took_s
+            if took_s >= _LONG_WAIT_S and len(self._waits) < _MAX_WAITS:
+                self._waits.append((self._trace.at(began), int(1e6 * took_s)))
 
     def end(self) -> None:
         if self._span is not None:
             self._trace.end(self._span, waited_ms=round(1e3 * self._waited_s, 3))
+            if self._waits:
+                self._span.attributes["waits"] = self._waits

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from bireme import __version__
+from bireme.observability.timeline import Timeline
 from bireme.openai.batch.batches import BatchBody
+from bireme.openai.live.state import LiveState
 from bireme.openai.text import completion_request, embedding_request, messages_request, response_request
 from bireme.openai.text.completion_request import CompletionBody
 from bireme.openai.text.conversations import ConversationBody, ConversationUpdate, ItemsBody
@@ -32,6 +34,7 @@ class Operation:
     text: str
     body: type[msgspec.Struct] | None = None  # of a JSON body
     refused: Mapping[str, str] = field(default_factory=dict)  # fields of other servers, with the reason
+    answer: type[msgspec.Struct] | None = None  # of an API of our own: what it answers, or what each event holds
 
 
 SCORE_PATHS = ("/v1/score", "/score")  # the second is vLLM's as well
@@ -117,7 +120,11 @@ OPERATIONS = (
     Operation("POST", "/ping", "The same"),
     Operation("GET", "/version", "Tell the version of the server"),
     Operation("GET", "/metrics", "Prometheus metrics"),
-    Operation("GET", "/v1/live", "Watch workers, queues and faults as server-sent events"),
+    Operation(
+        "GET", "/v1/requests/{id}/timeline", "Tell what took a request's time, by the request's or answer's id",
+        answer=Timeline,
+    ),
+    Operation("GET", "/v1/live", "Watch workers, queues and faults as server-sent events", answer=LiveState),
     Operation("GET", "/openapi.json", "These operations as OpenAPI 3.1"),
 )  # fmt: skip
 _IN_PATH = re.compile(r"{(\w+)}")  # names of parameters
@@ -170,7 +177,7 @@ _ERROR = {
 def openapi(models: list[str], videos: list[str], embedders: list[str]) -> dict[str, Any]:
     """Return the document (OpenAPI 3.1); given are the names that requests of each kind may give."""
     named = dict.fromkeys(_VIDEO_KINDS, videos) | dict.fromkeys(_EMBEDDING_KINDS, embedders)
-    components = schemas()
+    components = {**schemas(), **answer_schemas()}
     for one in OPERATIONS:
         if one.body is not None and "model" in (properties := components[one.body.__name__]["properties"]):
             if names := named.get(one.body, models):  # an enum of nothing would leave no request at all
@@ -202,6 +209,13 @@ def schemas() -> dict[str, Any]:
     return components
 
 
+def answer_schemas() -> dict[str, Any]:
+    """Return the schema of each struct that an answer of our own APIs is made of, by name."""
+    kinds = [one.answer for one in OPERATIONS if one.answer is not None]
+    _, components = msgspec.json.schema_components(kinds, ref_template=f"{REF}{{name}}")
+    return components
+
+
 def _described(one: Operation) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": one.text}
     refusals = ("400", "401", "404", "409", "413", "415", "429")
@@ -209,6 +223,10 @@ def _described(one: Operation) -> dict[str, Any]:
         described["responses"] = _responses(*refusals, "529", error="AnthropicError")
     else:
         described["responses"] = _responses(*refusals, "503")
+    if one.answer is not None:
+        kind = "text/event-stream" if one.path == "/v1/live" else "application/json"
+        schema = {"$ref": f"{REF}{one.answer.__name__}"}
+        described["responses"]["200"] = {"description": "answered", "content": {kind: {"schema": schema}}}
     if one.body is not None:
         schema = {"$ref": f"{REF}{one.body.__name__}"}
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

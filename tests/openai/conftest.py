@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.metrics import Registry
+from bireme.observability.entry import open_timelines, open_traces
 from bireme.observability.traces import Traces
 from bireme.openai import database, store_thread
 from bireme.openai.app import Frontend
@@ -173,9 +174,10 @@ async def started_frontends() -> AsyncIterator[Make]:
         } | tree  # prompts of tests are short, and go through prefill all the same
         recipe = convert(fields, Recipe, "test")
         models = Models([ServedModel(recipe, workers, letters(), metrics)])
+        timelines = open_timelines(recipe)
         app = Frontend(
             models, metrics, recipe.frontend, keys, files_folder=files_folder, responses_folder=responses_folder,
-            traces=traces,
+            traces=traces or open_traces(recipe, metrics, timelines), timelines=timelines,
         )  # fmt: skip
         await app.start()
         apps.append(app)

@@ -100,13 +100,8 @@ def _worker(name: str, record: WorkerRecord, work: WorkerWork, folder: Path | No
 
 
 def _state(name: str, record: WorkerRecord, work: WorkerWork, folder: Path | None) -> tuple[LiveWorkerState, str]:
-    is_own = not split_worker(name)[1]
-    if is_own and folder is not None and run_folder.must_sleep(folder, name) and not record.life:
-        return "asleep", f"tools/sleep.py {name} --wake wakes it"
     if not record.life:
-        if is_own and folder is not None:
-            return "down", "its engine starts, or is started again"
-        return "unknown", "its record is out of this frontend's reach"
+        return _state_without_engine(name, folder if not split_worker(name)[1] else None)
     if record.is_draining:
         return "draining", "it finishes what it has and takes nothing new"
     if math.isinf(work.skip_s):
@@ -114,6 +109,15 @@ def _state(name: str, record: WorkerRecord, work: WorkerWork, folder: Path | Non
     if work.skip_s:
         return "skipped", f"a request was lost there; skipped for {work.skip_s:.1f} s more"
     return "ready", ""
+
+
+def _state_without_engine(name: str, folder: Path | None) -> tuple[LiveWorkerState, str]:
+    """`folder`: of its launch, if it is in reach."""
+    if folder is None:
+        return "unknown", "its record is out of this frontend's reach"
+    if run_folder.must_sleep(folder, name):
+        return "asleep", f"tools/sleep.py {name} --wake wakes it"
+    return "down", "its engine starts, or is started again"
 
 
 def _flows(flows: dict[tuple[str, str], Flow]) -> list[LiveFlow]:

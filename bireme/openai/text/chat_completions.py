@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bireme.openai.call_traces import note_response
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
 from bireme.openai.text.answering import TextApi, annotation_events, answer_events, counted, for_caller, note_usage
@@ -27,7 +28,7 @@ class ChatCompletions(TextApi):
                 await self._whole(call, model, request)
 
     async def _whole(self, call: Call, model: ServedModel, request: ChatRequest) -> None:
-        heading = _heading(model, request)
+        heading = _heading(call, model, request)
         nvext = NvExtReply(request.extra_fields, call.arrived_at)
         n = request.sampling.params.n
         ids = token_ids(request.return_token_ids, n)
@@ -45,7 +46,7 @@ class ChatCompletions(TextApi):
                 request.messages, request.tools, request.variables, request.options.cache_salt
             )
             annotations = annotation_events(request.annotations, call, *shown)
-        heading = _heading(model, request)
+        heading = _heading(call, model, request)
         template = ChunkTemplate(heading, n, request.include_usage, PREFIX, SUFFIX)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         nvext = NvExtReply(request.extra_fields, call.arrived_at)
@@ -57,6 +58,8 @@ class ChatCompletions(TextApi):
             note_usage(call, usages, usages[0].prompt_tokens)
 
 
-def _heading(model: ServedModel, request: ChatRequest) -> ResponseMeta:
+def _heading(call: Call, model: ServedModel, request: ChatRequest) -> ResponseMeta:
     names = model.recipe.chat.reasoning_names
-    return ResponseMeta.of(model.name, service_tier=request.service_tier, reasoning_names=names)
+    heading = ResponseMeta.of(model.name, service_tier=request.service_tier, reasoning_names=names)
+    note_response(call, heading.id)
+    return heading

@@ -9,6 +9,7 @@ import numpy as np
 
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
+from bireme.openai.call_traces import note_response
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.text.answering import (
@@ -107,7 +108,7 @@ class Completions(TextApi):
         await call.reply(200, encode_json(answer))
 
     async def _whole(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
-        answer = WholeCompletion(ResponseMeta.of(model.name, "cmpl-"), job.echoes, _columns(model, job))
+        answer = WholeCompletion(_heading(call, model), job.echoes, _columns(model, job))
         sequences = await call.unless_gone(self._run(call, model, job, answer))
         call.notes["outcome"] = sequences[0].finish_reason
         note_usage(call, answer.usages, job.num_prompt_tokens)
@@ -116,7 +117,7 @@ class Completions(TextApi):
 
     async def _stream(self, call: Call, model: ServedModel, job: _CompletionJob) -> None:
         request = job.request
-        template = CompletionTemplate(ResponseMeta.of(model.name, "cmpl-"), len(job.sequences), request.include_usage)
+        template = CompletionTemplate(_heading(call, model), len(job.sequences), request.include_usage)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes)
         answer = StreamedCompletion(template, stream, job.echoes, _columns(model, job))
         answer.n, answer.include_usage, answer.has_timing = job.n, request.include_usage, request.return_timing
@@ -161,3 +162,9 @@ def _columns(model: ServedModel, job: _CompletionJob) -> list[LogprobColumns] | 
         )
         for one in job.sequences
     ]
+
+
+def _heading(call: Call, model: ServedModel) -> ResponseMeta:
+    heading = ResponseMeta.of(model.name, "cmpl-")
+    note_response(call, heading.id)
+    return heading

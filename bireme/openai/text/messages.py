@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bireme.openai.call_traces import note_response
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import SUFFIX, EventStream
 from bireme.openai.text.answering import TextApi, answer_events, counted, for_caller, note_usage
@@ -44,6 +45,7 @@ class Messages(TextApi):
 
     async def _whole(self, call: Call, model: ServedModel, request: MessagesRequest) -> None:
         answer = WholeMessage(request)
+        note_response(call, answer.id)
         work = model.chat.run(request.chat, answer, call.arrived_at, call.tenant.take_prompt, trace=call.trace)
         sequences = await call.unless_gone(work)
         call.notes["outcome"] = sequences[0].finish_reason
@@ -52,6 +54,7 @@ class Messages(TextApi):
 
     async def _stream(self, call: Call, model: ServedModel, request: MessagesRequest) -> None:
         template = MessageTemplate(request)
+        note_response(call, template.id)
         stream = EventStream(template, self._pacer, model.recipe.limits.max_stream_buffer_bytes, PING)
         answer = StreamedMessage(request, template, stream)
 

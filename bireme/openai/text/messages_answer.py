@@ -105,6 +105,7 @@ class WholeMessage:
     """Collects a message (chat_answer.ChatOutput)."""
 
     def __init__(self, request: MessagesRequest) -> None:
+        self.id = new_id("msg")
         self._request = request
         self._blocks: list[_WholeBlock] = []
         self._blank = ""  # white space that becomes text with what follows it, if that is text
@@ -145,7 +146,7 @@ class WholeMessage:
 
     def json(self) -> bytes:
         body = {
-            "id": new_id("msg"),
+            "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self._request.chat.model,
@@ -171,6 +172,7 @@ class MessageTemplate:
     """Makes the events of one answer and knows which block is open (event_stream.TextTemplate)."""
 
     def __init__(self, request: MessagesRequest) -> None:
+        self.id = new_id("msg")
         self._request = request
         self._open: Kind = ""
         self._number = -1  # of the open block, or of the last one
@@ -182,7 +184,7 @@ class MessageTemplate:
         """Return the first event. How much of the prompt was in the cache is known at the end."""
         usage = usage_of(Usage(prompt_tokens=self.num_prompt_tokens), 0) | {"service_tier": "standard"}
         message: dict[str, Any] = {
-            "id": new_id("msg"), "type": "message", "role": "assistant", "model": self._request.chat.model,
+            "id": self.id, "type": "message", "role": "assistant", "model": self._request.chat.model,
             "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage,
         }  # fmt: skip
         return _event("message_start", {"message": message})

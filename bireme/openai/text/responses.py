@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from bireme.openai.call_traces import note_response
 from bireme.openai.http.call import Call
 from bireme.openai.http.event_stream import EventStream
 from bireme.openai.http.pace import Pacer
@@ -31,6 +32,7 @@ class Responses(TextApi):
         with counted(call, model):
             request = await self._checked(call, model, body)
             heading = ResponseMeta(response_id(), model.name, int(time.time()))
+            note_response(call, heading.id)
             form = request.form(heading)
             if body.background:
                 await self._stored.begin(call, model, body, request, form)

@@ -249,7 +249,7 @@ class StoredResponses:
             task.cancel()
 
     async def _work(self, job: _BackgroundJob) -> None:
-        trace = None if self._traces is None else self._traces.begin_background(PATH, job.link)
+        trace = None if self._traces is None else self._traces.begin_background(PATH, job)
         try:
             async with self._logged(job) as log:
                 response, output = await self._answer(job, log, trace)
@@ -262,7 +262,6 @@ class StoredResponses:
             await self._end(job, job.form.json("failed", [], error=failure_json(error)), None)
         finally:
             if self._traces is not None and trace is not None:
-                trace.tenant = job.tenant.name
                 self._traces.end_background(trace, sys.exception(), response=job.id)
 
     @contextlib.asynccontextmanager
