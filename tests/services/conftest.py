@@ -28,8 +28,9 @@ def driver() -> Iterator[Any]:
 
 @pytest.fixture(scope="package")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    follows_load = "--set=router.mode=kv"  # which a lone worker's recipe leaves out
-    with served(RECIPE, tmp_path_factory.mktemp("services") / "log", follows_load, ports=PORTS) as running:
+    # What a lone worker's recipe leaves out, and what is off unless asked for
+    settings = ["--set=router.mode=kv", "--set=observability.timelines.max_entries=100"]
+    with served(RECIPE, tmp_path_factory.mktemp("services") / "log", *settings, ports=PORTS) as running:
         yield running
 
 

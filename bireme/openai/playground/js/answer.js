@@ -13,6 +13,7 @@ export class Answer {
   timing = null;
   model = "";
   keptAs = null; // its id, where the server keeps it
+  requestId = ""; // where the server notes what takes the time of requests
   error = null;
   isStopped = false; // by the user
   isStreaming = true;
@@ -35,6 +36,7 @@ export class Answer {
   add(chunk) {
     this.model ||= chunk.model;
     this.keptAs = chunk.keptAs ?? this.keptAs;
+    this.requestId ||= chunk.requestId ?? "";
     this.usage = chunk.usage ?? this.usage;
     this.timing = chunk.bireme?.timing?.[0] ?? this.timing;
     const choice = chunk.choices?.[0];

@@ -3,7 +3,7 @@
 import { SentenceAnnouncer, announce } from "./announcer.js";
 import { CallsView } from "./calls_view.js";
 import { copyButton } from "./clipboard.js";
-import { button, element } from "./dom.js";
+import { button, element, icon } from "./dom.js";
 import { errorBlock, remedy } from "./error_view.js";
 import { MarkdownView, codeBlock } from "./markdown.js";
 import { ReasoningView } from "./reasoning_view.js";
@@ -94,10 +94,16 @@ export class AnswerView {
       ? null
       : button("retry", "Try again", () => this.#on.retry(), { class: "button icon-only small retry" });
     const actions = element("div", { class: "actions" }, retry); // an error has its own
+    if (answer.requestId) actions.append(timelineLink(answer.requestId));
     if (answer.content) actions.prepend(copyButton("Copy answer", () => answer.content));
     this.#foot.prepend(actions);
     if (this.#isNews && !answer.error) announce(endOf(answer)); // an error is an alert by itself
   }
+}
+
+function timelineLink(id) {
+  const shown = { class: "button icon-only small", "aria-label": "Timeline", title: "Timeline" };
+  return element("a", { ...shown, href: `#timeline=${encodeURIComponent(id)}` }, icon("clock"));
 }
 
 function notices(answer, on) {

@@ -72,6 +72,11 @@ export async function fileContent(id) {
   return (await call(`v1/files/${id}/content`)).blob();
 }
 
+/** Return what took a request's time, by its id or its answer's. Raises ApiError. */
+export async function requestTimeline(id) {
+  return (await call(`v1/requests/${encodeURIComponent(id)}/timeline`)).json();
+}
+
 /** Yield states of workers and queues, an array for each piece from the network. Raises ApiError, AbortError. */
 export function watchLive(signal) {
   return streamOf("v1/live", null, signal);
@@ -164,6 +169,7 @@ function* chunksOf(events, response) {
   for (const event of events.filter((each) => each !== "[DONE]")) {
     const chunk = parsed(event);
     if (chunk && !chunk.error) {
+      if (response.headers.has("traceresponse")) chunk.requestId = idOf(response); // there may be a timeline of it
       chunks.push(chunk);
       continue;
     }

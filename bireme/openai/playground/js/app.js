@@ -15,6 +15,7 @@ import { ModelPicker } from "./models.js";
 import { Panel } from "./panel.js";
 import { Settings } from "./settings.js";
 import { bindTheme } from "./theme.js";
+import { TimelineView } from "./timeline.js";
 import { VideoView } from "./video.js";
 
 let composer = null;
@@ -54,7 +55,9 @@ const video = new VideoView(() => models.name);
 const embedding = new EmbeddingView(() => models.name);
 const batches = new BatchView(() => models.name);
 const live = new LiveView(() => keyDialog.ask());
-const opened = { "show-batches": batches, "show-live": live }; // views by the button that opens and closes them
+const timeline = new TimelineView(() => keyDialog.ask());
+// Views by the button that opens them, and closes them again
+const opened = { "show-batches": batches, "show-live": live, "show-timeline": timeline };
 const code = new CodeDialog(() => chat.request(byId("prompt").value, composer.pictures));
 
 byId("new-chat").addEventListener("click", () => {
@@ -63,12 +66,7 @@ byId("new-chat").addEventListener("click", () => {
   composer.focus();
 });
 for (const [id, view] of Object.entries(opened)) {
-  byId(id).addEventListener("click", () => {
-    const isWanted = !view.isOpen;
-    for (const other of Object.values(opened)) other.close();
-    if (isWanted) view.open();
-    showView();
-  });
+  byId(id).addEventListener("click", () => openView(view.isOpen ? null : view));
 }
 byId("show-code").addEventListener("click", () => code.open());
 document.addEventListener("keydown", (event) => {
@@ -87,7 +85,28 @@ composer.showSettings(settings.values());
 chat.restore();
 composer.focus();
 loadModels();
-if (location.hash === "#view=live") byId("show-live").click();
+openAddressed();
+addEventListener("hashchange", openAddressed);
+
+/** Open what the address names: #view=live, #timeline=ID. */
+function openAddressed() {
+  const named = new URLSearchParams(location.hash.slice(1));
+  if (named.get("view") === "live") openView(live);
+  if (named.has("timeline")) showTimeline(named.get("timeline"));
+}
+
+function showTimeline(id) {
+  openView(timeline);
+  timeline.show(id);
+}
+
+/** Open one of the views in place of the chat; null: the chat. */
+function openView(view) {
+  if (view !== timeline && location.hash) history.replaceState(null, "", location.pathname + location.search);
+  for (const other of Object.values(opened)) if (other !== view) other.close();
+  if (view && !view.isOpen) view.open();
+  showView();
+}
 
 async function loadModels() {
   const banner = byId("banner");
@@ -109,7 +128,7 @@ function showView() {
   document.body.classList.toggle("text-only", models.pictureProblem !== "");
   composer.say(chat.pictureProblem(composer.pictures));
   const isOpen = Object.values(opened).some((view) => view.isOpen);
-  for (const [id, view] of Object.entries(opened)) byId(id).setAttribute("aria-pressed", String(view.isOpen));
+  for (const id of ["show-batches", "show-live"]) byId(id).setAttribute("aria-pressed", String(opened[id].isOpen));
   byId("video").hidden = isOpen || !models.makesVideos;
   byId("embedding").hidden = isOpen || !models.makesEmbeddings;
   document.body.classList.toggle("without-chat", isOpen || models.makesVideos || models.makesEmbeddings);

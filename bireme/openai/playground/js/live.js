@@ -148,7 +148,7 @@ class ModelSection {
   }
 
   show(model, rates) {
-    const load = model.follows_load ? "" : ". Workers tell no load in this mode; router.mode kv or least_loaded has them";
+    const load = model.follows_load ? "" : ". Workers tell no load in this mode; router.mode kv has it";
     this.#note.textContent = `Routing: ${model.routing}${load}${model.problem ? `. ${model.problem}` : ""}`;
     this.#cards.show(model.workers, rates);
     this.#flows.show(model, rates);
