@@ -10,6 +10,7 @@ mocker run as they are. They don't tell the time that memory, the kernel and wai
 
     python benchmarks/instructions.py                          # this checkout alone
     python benchmarks/instructions.py --against ../before      # a worktree of the code before, with its own .venv
+    python benchmarks/instructions.py --with '{"observability": {"timelines": {"max_entries": 1000}}}'  # beside without
 
 Needs valgrind, as Debian's package has it. Progress goes to stderr; a table comes first, the very last line is one
 JSON document.
@@ -57,27 +58,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if shutil.which("valgrind") is None:
         print("valgrind is not installed; apt-get install valgrind", file=sys.stderr)
         return 2
-    trees = [CHECKOUT, *([options.against.resolve()] if options.against else [])]
-    found = [counted_in(tree, options) for tree in trees]
+    runs = [(CHECKOUT, options.settings)]
+    if options.against:
+        runs.append((options.against.resolve(), options.settings))
+    elif options.settings:
+        runs.append((CHECKOUT, {}))
+    found = [counted_in(tree, settings, options) for tree, settings in runs]
     for streams in options.streams:
         here, *before = [statistics.median(one[str(streams)]) for one in found]
         low, high = min(found[0][str(streams)]), max(found[0][str(streams)])
         print(f"{streams:>3} at a time: {here / 1e6:.3f} million a chat ({low / 1e6:.3f} to {high / 1e6:.3f})")
         if before:
             word = "ok" if here / before[0] <= AIM else "BELOW"
-            print(
-                f"aim: {streams} at a time {here / before[0]:.3f} x the code before, {AIM:g} at most asked for: {word}"
-            )
+            other = "the code before" if options.against else "without the settings"
+            print(f"aim: {streams} at a time {here / before[0]:.3f} x {other}, {AIM:g} at most asked for: {word}")
     print(json.dumps({str(tree): one for tree, one in zip(("here", "before"), found, strict=False)}))
     return 0
 
 
-def counted_in(tree: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+def counted_in(tree: Path, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, list[float]]:
     """Count in a process of the checkout's own Python: streams -> instructions a chat, of each round."""
     python = tree / ".venv" / "bin" / "python"
     program = [str(python if python.exists() else sys.executable), __file__, "--count", "--chats", str(options.chats)]
     program += ["--rounds", str(options.rounds), "--streams", ",".join(map(str, options.streams))]
-    print(f"counting in {tree.name}", file=sys.stderr, flush=True)
+    program += ["--with", json.dumps(settings)]
+    print(f"counting in {tree.name}{f' with {settings}' if settings else ''}", file=sys.stderr, flush=True)
     output = subprocess.run(program, cwd=tree, stdout=subprocess.PIPE, text=True, check=True).stdout
     counted: dict[str, list[float]] = json.loads(output.splitlines()[-1])
     return counted
@@ -86,7 +91,10 @@ def counted_in(tree: Path, options: argparse.Namespace) -> dict[str, list[float]
 def count(options: argparse.Namespace) -> dict[int, list[float]]:
     """Serve the checkout that is the working folder, and count."""
     found: dict[int, list[float]] = {streams: [] for streams in options.streams}
-    with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder, frontend(Path(folder)) as (port, counter):
+    with (
+        tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder,
+        frontend(Path(folder), options.settings) as (port, counter),
+    ):
         asyncio.run(chats(port, 40, 1))
         counter.switch_on()
         asyncio.run(chats(port, 16, 1))
@@ -105,7 +113,7 @@ def count(options: argparse.Namespace) -> dict[int, list[float]]:
 
 
 @contextlib.contextmanager
-def frontend(folder: Path) -> Iterator[tuple[int, Counter]]:
+def frontend(folder: Path, settings: dict[str, Any]) -> Iterator[tuple[int, Counter]]:
     """Serve the mocker without a pace, and the frontend under callgrind."""
     sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "tools")]
     from make_sample_model import make
@@ -114,7 +122,7 @@ def frontend(folder: Path) -> Iterator[tuple[int, Counter]]:
 
     model = make(Path("models/tiny-llama").resolve(), "llama")
     engine = {"workers": {"decode": {"engine_config": {"mocker": {"step_ms": 0.0}}}}}
-    override = json.dumps({"model": str(model), "pipeline": {"stall_timeout_s": 60}, **engine})
+    override = json.dumps({"model": str(model), "pipeline": {"stall_timeout_s": 60}, **engine, **settings})
     port = free_port()
     with start_server("recipes/mocker", ports=free_ports(), override=override) as server:
         process = subprocess.Popen(
@@ -187,6 +195,9 @@ async def chats(port: int, num_chats: int, streams: int) -> None:
 def parse(arguments: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="another checkout, counted as well")
+    parser.add_argument(
+        "--with", dest="settings", type=json.loads, default={}, metavar="JSON", help="settings over the recipe"
+    )
     parser.add_argument("--streams", type=lambda text: [int(item) for item in text.split(",")], default=[1, 16])
     parser.add_argument("--chats", type=int, default=128, help="of each round, at least as many as streams")
     parser.add_argument("--rounds", type=int, default=3)
