@@ -8,6 +8,7 @@ them), and a server of the model that is to be seen:
     python tools/screenshots.py picture                    # docs/playground-picture.png, with recipes/tiny-vlm-agg
     python tools/screenshots.py video                      # docs/playground-video.png, with recipes/tiny-video
     python tools/screenshots.py live                       # docs/observability-live.png, with any recipe under load
+    python tools/screenshots.py timeline --request ID      # docs/observability-ID.png, of a request that it has had
     python tools/screenshots.py --url http://127.0.0.1:9001/ --folder /tmp
 """
 
@@ -34,6 +35,7 @@ from models.training.picture_world import Thing, draw, png
 SIZE = (1280, 820)
 LIMIT_S = 30
 WATCHED_S = 12
+HIDDEN = ["timeline-form", "timeline-placement", "timeline-longest"]  # in the picture of a timeline
 SEED = 7
 RESULT = '{"degrees": 3, "sky": "sunny"}'
 # What a browser would do besides showing the page, and the sandbox that root can't have.
@@ -48,6 +50,7 @@ def main() -> int:
     parser.add_argument("scenes", nargs="*", default=["light", "dark"], metavar="scene", help=", ".join(SCENES))
     parser.add_argument("--url", default="http://127.0.0.1:9000/", help="of the OpenAI frontend")
     parser.add_argument("--folder", type=Path, default=Path("docs"), help="where the pictures go")
+    parser.add_argument("--request", default="", help="of the scene timeline: its x-request-id")
     options = parser.parse_args()
     if unknown := set(options.scenes) - set(SCENES):
         parser.error(f"scene {', '.join(sorted(unknown))}: choose from {', '.join(SCENES)}")
@@ -55,8 +58,11 @@ def main() -> int:
         for name in options.scenes:
             theme, act = SCENES[name]
             open_page(driver, options.url, theme)
+            if name == "timeline":
+                driver.get(f"{options.url}#timeline={options.request}")
             act(driver)
-            path = options.folder / f"{PAGES.get(name, 'playground')}-{name}.png"
+            shown = options.request if name == "timeline" else name
+            path = options.folder / f"{PAGES.get(name, 'playground')}-{shown}.png"
             driver.save_screenshot(str(path))
             print(f"{path} {path.stat().st_size} bytes")
     return 0
@@ -157,12 +163,22 @@ def watching(driver: webdriver.Chrome) -> None:
     _fit(driver, "live")
 
 
+def explaining(driver: webdriver.Chrome) -> None:
+    """A request's timeline: the drawing and what took the time."""
+    _wait(driver, lambda: bool(driver.find_elements(By.CSS_SELECTOR, "#timeline-causes li")))
+    driver.execute_script(f"for (const id of {HIDDEN}) document.getElementById(id).hidden = true")
+    _fit(driver, "timeline")
+
+
 # name -> theme, and what is done on the page
 SCENES: dict[str, tuple[str, Callable[[webdriver.Chrome], None]]] = {
     "light": ("light", thinking), "dark": ("dark", calling), "picture": ("light", seeing), "video": ("light", filming),
-    "live": ("light", watching),
+    "live": ("light", watching), "timeline": ("light", explaining),
 }  # fmt: skip
-PAGES = {"live": "observability"}  # whose pictures they are, where it is not the playground's
+PAGES = {
+    "live": "observability",
+    "timeline": "observability",
+}  # whose pictures they are, where it is not the playground's
 
 
 def _example(driver: webdriver.Chrome, title: str) -> None:
@@ -180,9 +196,9 @@ def _answered(driver: webdriver.Chrome, number: int) -> None:
 
 
 def _fit(driver: webdriver.Chrome, view: str) -> None:
-    """Make the window as high as a view with all its content."""
-    over = f"const it = document.getElementById('{view}'); return it.scrollHeight - it.clientHeight"
-    height = SIZE[1] + int(driver.execute_script(over))
+    """Make the window as high as a view's content."""
+    parts = f"[...document.getElementById('{view}').children].map((part) => part.getBoundingClientRect().bottom)"
+    height = int(driver.execute_script(f"return Math.max(...{parts})")) + 48
     metrics = {"width": SIZE[0], "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
