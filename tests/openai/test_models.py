@@ -2,6 +2,8 @@
 
 import pytest
 
+from bireme.errors import ConfigError
+from bireme.openai.__main__ import make_server, parse
 from bireme.openai.http.call import Call
 from bireme.openai.http.error_replies import HttpError
 from bireme.openai.model_kinds import TEXT
@@ -76,3 +78,15 @@ def test_a_language_model_asked_for_a_video_says_what_it_makes_and_where():
     with pytest.raises(HttpError, match="model: test makes text.*/v1/chat/completions") as told:
         videos.get("test")
     assert (told.value.status, told.value.code) == (400, "wrong_endpoint")
+
+
+def test_recipes_of_one_frontend_have_the_same_buckets(tmp_path):
+    for name, bound in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        metrics = f"metrics: {{buckets: {{bireme_queue_seconds: [{bound}]}}}}\n"
+        (tmp_path / name / "recipe.yaml").write_text("model: m\nworkers: {decode: {engine: mocker}}\n" + metrics)
+    options = parse(
+        [f"--recipe={tmp_path}/one", "--grpc=127.0.0.1:1", f"--recipe={tmp_path}/two", "--grpc=127.0.0.1:2"]
+    )
+    with pytest.raises(ConfigError, match=r"two/recipe.yaml: metrics.buckets: not those of one"):
+        make_server(options)
