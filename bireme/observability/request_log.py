@@ -1,4 +1,4 @@
-"""The request log: a line for each request that reached an engine, in the form `dynamo.request.trace.v1`.
+"""The request log: a line for each request that had a prompt, in the form `dynamo.request.trace.v1`.
 
 Lengths, times, workers, outcome and hashes of the prompt's blocks; nothing of prompt or answer. Dynamo's tools read it,
 and tools/simulate.py replays it. What Dynamo has no field for stands under `bireme`.
@@ -50,7 +50,7 @@ logger = logging.getLogger("bireme.observability")
 class _Replay(msgspec.Struct, omit_defaults=True, gc=False):
     trace_block_size: int
     input_length: int
-    input_sequence_hashes: list[int] = []
+    input_sequence_hashes: list[int]  # the form wants it also where there is none
 
 
 class _Request(msgspec.Struct, omit_defaults=True, gc=False):
@@ -178,7 +178,7 @@ class RequestLog:
             output_tokens=sequence.num_tokens,
             request_received_ms=root.start_us // 1000,
             total_time_ms=(ended_us - root.start_us) / 1000,
-            replay=_Replay(self._size, len(sequence.prompt)),
+            replay=_Replay(self._size, len(sequence.prompt), []),
             model=root.attributes.get("gen_ai.request.model", self._model),  # a frontend has several
             x_request_id=trace.request_id,
         )
