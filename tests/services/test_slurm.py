@@ -13,7 +13,6 @@ from tools import make_sbatch
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.flaky(reruns=1),
     pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())}: slurmctld slurmd slurm-client munge"),
 ]
 LIMIT_S = 400  # Slurm itself waits two minutes before a job runs again
