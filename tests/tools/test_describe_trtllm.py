@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import subprocess
@@ -19,12 +21,22 @@ from tools import describe_trtllm
 TOOL = CHECKOUT / "tools" / "describe_trtllm.py"
 
 
+@functools.cache
+def modules_of(profile):
+    """Return the stand-in's modules as one release; to import them takes seconds."""
+    with stand_in_workers.imported(profile):
+        importlib.import_module("tensorrt_llm.llmapi.llm_args")
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "tensorrt_llm"}
+
+
 @pytest.fixture
 def run(capsys):
     """Return a caller of the tool where the package is the stand-in: exit code, and what it printed."""
 
     def call(profile, *arguments):
+        modules = modules_of(profile)
         with stand_in_workers.imported(profile):
+            sys.modules.update(modules)
             return describe_trtllm.main(arguments), capsys.readouterr().out
 
     return call
