@@ -61,17 +61,22 @@ def packages(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def make():
+def client():
+    """Return a client whose child imports torch, as it does where processors work."""
+    client = client_of()
+    yield client
+    client.stop()
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Return a maker of clients whose children have what they need of torch and no more: what lives and ends here."""
+    (tmp_path / "torch.py").write_text("def from_numpy(array): return array\ndef set_grad_enabled(is_on): pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     made = []
 
-    def client(idle_s=300.0, limits=None, **supervisor):
-        recipe = Recipe(
-            model="",
-            workers={},
-            limits=limits or Limits(),
-            supervisor=SupervisorConfig(**{"restart_backoff_s": 0.0, **supervisor}),
-        )
-        made.append(LogitsClient(recipe, LOGGER, idle_s))
+    def client(**settings):
+        made.append(client_of(**settings))
         return made[-1]
 
     yield client
@@ -79,9 +84,14 @@ def make():
         one.stop()
 
 
-@pytest.fixture(scope="module")
-def client(make):
-    return make()
+def client_of(idle_s=300.0, limits=None, **supervisor):
+    recipe = Recipe(
+        model="",
+        workers={},
+        limits=limits or Limits(),
+        supervisor=SupervisorConfig(**{"restart_backoff_s": 0.0, **supervisor}),
+    )
+    return LogitsClient(recipe, LOGGER, idle_s)
 
 
 def ask(client, *args, **kwargs):
@@ -131,14 +141,16 @@ def test_what_a_processor_raises_ends_its_job_alone(client):
     assert client.pid == pid
 
 
-def test_a_processor_that_kills_its_process_fails_alone(client):
+def test_a_processor_that_kills_its_process_fails_alone(make):
+    client = make()
     with pytest.raises(UnavailableError, match="ended .signal SIGSEGV."):
         ask(client, ("bad", {"how": "die"}))
     assert ask(client).shape == (1, VOCAB)
 
 
 @pytest.mark.flaky(reruns=1)
-def test_a_killed_child_comes_back(client):
+def test_a_killed_child_comes_back(make):
+    client = make()
     ask(client)
     pid = client.pid
     os.kill(pid, signal.SIGKILL)
