@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bireme.config import Recipe
 from bireme.engines.stub.client import EngineClient
 from bireme.metrics import Registry
-from bireme.recipe_files import load_recipe
-from tests.engines.engine_fixtures import VOCAB_SIZE
+from tests.engines.engine_fixtures import recipe_in
 
 
 @pytest.fixture
 def make_recipe(tmp_path: Path) -> Callable[..., Recipe]:
     """Return a maker of mocker recipes; keyword arguments go to `mocker`, `engine` and `top` to their places."""
-
-    def make(engine: dict[str, Any] | None = None, top: dict[str, Any] | None = None, **mocker: Any) -> Recipe:
-        config = {"mocker": {"vocab_size": VOCAB_SIZE, "step_ms": 2} | mocker} | (engine or {})
-        workers = {"decode": {"engine": "mocker", "engine_config": config}}
-        if (engine or {}).get("cache_transceiver_config"):
-            workers["prefill"] = workers["decode"]
-        supervisor = {"ping_interval_s": 0.05, "restart_backoff_s": 0.01}
-        tree = {"model": "none", "workers": workers, "supervisor": supervisor} | (top or {})
-        (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
-        return load_recipe(tmp_path, override="")
-
-    return make
+    return functools.partial(recipe_in, tmp_path)
 
 
 @pytest.fixture

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bireme.config import Recipe
 from bireme.engines.stub.client import EngineClient
 from bireme.messages import EngineRequest, Finish, SamplingParams, Step, TokenLogprobs, decode_step
 from bireme.metrics import MetricDelta
+from bireme.recipe_files import load_recipe
 from tests.request_options import with_options
 
 VOCAB_SIZE = 32000
@@ -65,6 +69,20 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.005)
+
+
+def recipe_in(
+    folder: Path, engine: dict[str, Any] | None = None, top: dict[str, Any] | None = None, **mocker: Any
+) -> Recipe:
+    """Write a mocker's recipe into a folder and return it; keyword arguments go to `mocker`, others to their places."""
+    config = {"mocker": {"vocab_size": VOCAB_SIZE, "step_ms": 2} | mocker} | (engine or {})
+    workers = {"decode": {"engine": "mocker", "engine_config": config}}
+    if (engine or {}).get("cache_transceiver_config"):
+        workers["prefill"] = workers["decode"]
+    supervisor = {"ping_interval_s": 0.05, "restart_backoff_s": 0.01}
+    tree = {"model": "none", "workers": workers, "supervisor": supervisor} | (top or {})
+    (folder / "recipe.yaml").write_text(json.dumps(tree))
+    return load_recipe(folder, override="")
 
 
 def make_request(prompt: list[int] | None = None, max_tokens: int | None = 10, **fields: Any) -> EngineRequest:

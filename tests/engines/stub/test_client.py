@@ -20,25 +20,35 @@ from bireme.kv.transfer import shm_file
 from bireme.launch import processes
 from bireme.messages import Abort, Commands, Drain, SamplingParams, Submit, encode
 from bireme.metrics import Registry
-from tests.engines.engine_fixtures import PROMPT, Bus, Collector, make_request, wait_for
+from tests.engines.engine_fixtures import PROMPT, Bus, Collector, make_request, recipe_in, wait_for
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory):
+    """Return a client as `client` is, for all tests that leave its engine as it was."""
+    folder = tmp_path_factory.mktemp("run")
+    lasting = EngineClient(recipe_in(folder), "decode", Registry("decode"), logging.getLogger("test"), folder)
+    lasting.start()
+    yield lasting
+    lasting.stop()
 
 
 def commands(client, *items, life=None):
     return encode(Commands(client.life if life is None else life, list(items)))
 
 
-def test_a_request_gets_its_tokens_and_one_finish(client):
+def test_a_request_gets_its_tokens_and_one_finish(lasting):
     sink = Collector()
-    client.submit(make_request(max_tokens=20), sink)
+    lasting.submit(make_request(max_tokens=20), sink)
     finish = sink.wait()
     assert sink.tokens == expected_tokens(PROMPT, 20)
     assert (finish.reason, finish.usage.prompt_tokens, finish.usage.completion_tokens) == ("length", len(PROMPT), 20)
     assert len(sink.finishes) == 1
 
 
-def test_log_probs_arrive_with_their_tokens(client):
+def test_log_probs_arrive_with_their_tokens(lasting):
     sink = Collector()
-    client.submit(make_request(sampling=SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=0)), sink)
+    lasting.submit(make_request(sampling=SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=0)), sink)
     sink.wait()
     assert [entry[0][0] for entry in sink.logprobs] == sink.tokens == expected_tokens(PROMPT, 5)
     assert [entry[0][0] for entry in sink.prompt_logprobs] == PROMPT[1:]
@@ -53,36 +63,36 @@ def test_a_full_queue_is_refused_as_exhausted(make_recipe, start_client):
     assert sinks[-1].wait().error.startswith("RESOURCE_EXHAUSTED: queue: 1 requests wait")
 
 
-def test_many_requests_at_once_keep_their_tokens_apart(client):
+def test_many_requests_at_once_keep_their_tokens_apart(lasting):
     prompts = [[400 + i, *PROMPT[: i % 7]] for i in range(100)]
     sinks = [Collector() for _ in prompts]
     for prompt, sink in zip(prompts, sinks, strict=True):
-        client.submit(make_request(prompt, 5 + len(prompt)), sink)
+        lasting.submit(make_request(prompt, 5 + len(prompt)), sink)
     for prompt, sink in zip(prompts, sinks, strict=True):
         sink.wait()
         assert sink.tokens == expected_tokens(prompt, 5 + len(prompt))
 
 
-def test_an_abort_ends_the_request_as_cancelled(client):
+def test_an_abort_ends_the_request_as_cancelled(lasting):
     sink = Collector()
-    number = client.submit(make_request(max_tokens=100_000), sink)
+    number = lasting.submit(make_request(max_tokens=100_000), sink)
     wait_for(lambda: sink.tokens)
-    client.abort(number)
+    lasting.abort(number)
     assert sink.wait().reason == "cancelled"
-    client.abort(number)  # harmless
+    lasting.abort(number)  # harmless
 
 
-def test_a_failing_sink_hurts_no_other_stream(client):
+def test_a_failing_sink_hurts_no_other_stream(lasting):
     class Failing(Collector):
         def push(self, *_):
             raise RuntimeError("sink is broken")
 
     good = Collector()
-    client.submit(make_request(max_tokens=50), Failing())
-    client.submit(make_request(max_tokens=50), good)
+    lasting.submit(make_request(max_tokens=50), Failing())
+    lasting.submit(make_request(max_tokens=50), good)
     assert good.wait().reason == "length"
     assert len(good.tokens) == 50
-    wait_for(lambda: client.pong.num_running == 0)
+    wait_for(lambda: lasting.pong.num_running == 0)
 
 
 @pytest.mark.parametrize(
@@ -98,44 +108,44 @@ def test_a_failing_sink_hurts_no_other_stream(client):
         (make_request(request_type="context_only"), "moves no KV"),
     ],
 )
-def test_a_bad_request_is_refused_with_its_reason(client, request_, text):
+def test_a_bad_request_is_refused_with_its_reason(lasting, request_, text):
     sink = Collector()
-    client.submit(request_, sink)
+    lasting.submit(request_, sink)
     finish = sink.wait()
     assert finish.reason == "error"
     assert text in finish.error
 
 
-def test_a_bus_gets_the_steps_of_its_own_requests(client):
-    bus, other = Bus(client), Bus(client)
-    client.send_commands(bus.consumer, commands(client, Submit(7, make_request(max_tokens=12))))
+def test_a_bus_gets_the_steps_of_its_own_requests(lasting):
+    bus, other = Bus(lasting), Bus(lasting)
+    lasting.send_commands(bus.consumer, commands(lasting, Submit(7, make_request(max_tokens=12))))
     assert bus.finish_of(7).reason == "length"
     assert bus.tokens_of(7) == expected_tokens(PROMPT, 12)
     assert not other.steps
 
 
-def test_a_closed_bus_leaves_nothing_running(client):
-    bus = Bus(client)
-    client.send_commands(
-        bus.consumer, commands(client, *[Submit(i, make_request(max_tokens=99999)) for i in (1, 2, 3)])
+def test_a_closed_bus_leaves_nothing_running(lasting):
+    bus = Bus(lasting)
+    lasting.send_commands(
+        bus.consumer, commands(lasting, *[Submit(i, make_request(max_tokens=99999)) for i in (1, 2, 3)])
     )
     wait_for(lambda: bus.tokens_of(3))
-    client.close_bus(bus.consumer)
-    wait_for(lambda: client.pong.num_running == 0)
+    lasting.close_bus(bus.consumer)
+    wait_for(lambda: lasting.pong.num_running == 0)
     with pytest.raises(UnavailableError, match="subscription has ended"):
-        client.send_commands(bus.consumer, commands(client, Abort(1)))
+        lasting.send_commands(bus.consumer, commands(lasting, Abort(1)))
 
 
-def test_commands_for_another_life_are_refused_or_ignored(client):
-    bus = Bus(client)
-    stale = commands(client, Submit(1, make_request()), life=client.life - 1)
-    client.send_commands(bus.consumer, stale)
-    assert bus.finish_of(1).error.startswith(f"UNAVAILABLE: engine life {client.life - 1} has ended")
+def test_commands_for_another_life_are_refused_or_ignored(lasting):
+    bus = Bus(lasting)
+    stale = commands(lasting, Submit(1, make_request()), life=lasting.life - 1)
+    lasting.send_commands(bus.consumer, stale)
+    assert bus.finish_of(1).error.startswith(f"UNAVAILABLE: engine life {lasting.life - 1} has ended")
 
 
-def test_a_bus_cannot_drain_the_engine(client):
-    bus = Bus(client)
-    client.send_commands(bus.consumer, commands(client, Drain(), Submit(1, make_request())))
+def test_a_bus_cannot_drain_the_engine(lasting):
+    bus = Bus(lasting)
+    lasting.send_commands(bus.consumer, commands(lasting, Drain(), Submit(1, make_request())))
     assert bus.finish_of(1).reason == "length"
 
 
@@ -151,30 +161,30 @@ def test_a_bus_cannot_drain_the_engine(client):
         b"\x92\x01\x91\x92\xa1\xff\x01",
     ],
 )
-def test_garbage_does_not_hurt_the_engine(client, payload):
-    bus, life = Bus(client), client.life
-    client.send_commands(bus.consumer, payload)
-    client.send_commands(bus.consumer, commands(client, Submit(1, make_request())))
+def test_garbage_does_not_hurt_the_engine(lasting, payload):
+    bus, life = Bus(lasting), lasting.life
+    lasting.send_commands(bus.consumer, payload)
+    lasting.send_commands(bus.consumer, commands(lasting, Submit(1, make_request())))
     assert bus.finish_of(1).reason == "length"
-    assert client.life == life
+    assert lasting.life == life
 
 
-def test_a_malformed_submit_is_answered_and_its_neighbors_run(client):
-    bus = Bus(client)
+def test_a_malformed_submit_is_answered_and_its_neighbors_run(lasting):
+    bus = Bus(lasting)
     good = encode(Submit(2, make_request()))
-    batch = encode([client.life, [["s", 1, {"prompt": 5}], msgspec.msgpack.decode(good), ["unknown"]]])
-    client.send_commands(bus.consumer, batch)
+    batch = encode([lasting.life, [["s", 1, {"prompt": 5}], msgspec.msgpack.decode(good), ["unknown"]]])
+    lasting.send_commands(bus.consumer, batch)
     assert "malformed submit" in bus.finish_of(1).error
     assert bus.finish_of(2).reason == "length"
 
 
-def test_a_number_used_twice_ends_both_requests(client):
-    bus = Bus(client)
-    client.send_commands(bus.consumer, commands(client, Submit(1, make_request(max_tokens=99999))))
+def test_a_number_used_twice_ends_both_requests(lasting):
+    bus = Bus(lasting)
+    lasting.send_commands(bus.consumer, commands(lasting, Submit(1, make_request(max_tokens=99999))))
     wait_for(lambda: bus.tokens_of(1))
-    client.send_commands(bus.consumer, commands(client, Submit(1, make_request(PROMPT[:3]))))
+    lasting.send_commands(bus.consumer, commands(lasting, Submit(1, make_request(PROMPT[:3]))))
     assert "number: 1 is in flight" in bus.finish_of(1).error
-    wait_for(lambda: client.pong.num_running == 0)
+    wait_for(lambda: lasting.pong.num_running == 0)
     assert sum(1 in step.finished for step in bus.steps) == 1
 
 
@@ -240,9 +250,9 @@ def test_tokens_before_a_kill_are_the_start_of_the_answer(client):
     assert sink.tokens == expected_tokens(PROMPT, len(sink.tokens))
 
 
-def test_resumed_tokens_go_on_exactly(client):
+def test_resumed_tokens_go_on_exactly(lasting):
     answer, sink = expected_tokens(PROMPT, 30), Collector()
-    client.submit(make_request(PROMPT + answer[:12], 30, num_resumed=12), sink)
+    lasting.submit(make_request(PROMPT + answer[:12], 30, num_resumed=12), sink)
     finish = sink.wait()
     assert answer[:12] + sink.tokens == answer
     assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (len(PROMPT), 30)
