@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -11,8 +12,10 @@ import pytest
 from bireme import disagg
 from bireme.discovery import run_folder
 from bireme.engines.mocker.tokens import expected_tokens
+from bireme.engines.stub.client import EngineClient
 from bireme.messages import SamplingParams
-from tests.engines.engine_fixtures import PROMPT, Collector, make_request, wait_for
+from bireme.metrics import Registry
+from tests.engines.engine_fixtures import PROMPT, Collector, make_request, recipe_in, wait_for
 from tests.kv.publishing.event_readers import StepSubscriber
 
 DISAGGREGATED = {
@@ -22,10 +25,20 @@ DISAGGREGATED = {
 PATIENT = DISAGGREGATED | {"cache_transceiver_config": {"backend": "DEFAULT", "kv_transfer_timeout_ms": 600_000}}
 
 
-@pytest.fixture
-def pair(make_recipe, start_client):
-    recipe = make_recipe(engine=DISAGGREGATED)
-    return start_client(recipe, "prefill"), start_client(recipe, "decode")
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def pair(run_dir):
+    recipe, log = recipe_in(run_dir, DISAGGREGATED), logging.getLogger("test")
+    clients = [EngineClient(recipe, worker, Registry(worker), log, run_dir) for worker in ("prefill", "decode")]
+    for client in clients:
+        client.start()
+    yield clients
+    for client in clients:
+        client.stop()
 
 
 def prefill(client, prompt=None, **fields):
@@ -126,9 +139,9 @@ def test_params_of_another_prompt_are_refused(pair):
     assert "they belong to another prompt" in decode(second, params, other).wait().error
 
 
-def test_forged_params_are_refused(pair, tmp_path):
+def test_forged_params_are_refused(pair, run_dir):
     first, second = pair
-    params = disagg.unseal(prefill(first)[1].disaggregated_params, run_folder.deployment_key(tmp_path / "run"))
+    params = disagg.unseal(prefill(first)[1].disaggregated_params, run_folder.deployment_key(run_dir))
     forged = disagg.seal(msgspec.structs.replace(params, lease_id=99), b"another key")
     assert "bad signature" in decode(second, forged).wait().error
 
@@ -168,11 +181,11 @@ def test_stages_refuse_what_is_not_theirs(pair):
     assert "send it to a prefill worker" in also_wrong.wait().error
 
 
-def test_first_log_probs_travel_with_the_params(pair, tmp_path):
+def test_first_log_probs_travel_with_the_params(pair, run_dir):
     first, second = pair
     sampling = SamplingParams(max_tokens=20, logprobs=2)
     params = prefill(first, sampling=sampling)[1].disaggregated_params
-    opened = disagg.unseal(params, run_folder.deployment_key(tmp_path / "run"))
+    opened = disagg.unseal(params, run_folder.deployment_key(run_dir))
     assert opened.first_gen_log_probs is not None
     assert opened.first_gen_log_probs[0][0][0] == opened.first_gen_tokens[0]
 
