@@ -30,5 +30,5 @@ def open_traces(recipe: Recipe, metrics: Registry, timelines: Timelines | None =
         log = RequestLog.of(recipe, metrics, run_folder.deployment_key(run_folder.locate()))
         traces.subscribe(log.note, wants_all=True, wants_details=False, close=log.close)
     if timelines is not None:
-        traces.subscribe(timelines.keep, wants_all=True, wants_token_times=True, begin=timelines.begin)
+        traces.subscribe(timelines.keep, wants_all=True, wants_token_times=True, running=timelines)
     return traces if traces.has_readers else None

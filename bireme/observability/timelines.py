@@ -36,12 +36,17 @@ class Timelines:
         """Take a request that can be asked for from now on."""
         self._running[trace.tenant, trace.request_id] = trace
 
-    def keep(self, trace: RequestTrace) -> None:
-        """Take a request that has ended; of two with one id the newer one."""
+    def drop(self, trace: RequestTrace) -> None:
+        """Forget a running one."""
         key = trace.tenant, trace.request_id
         if self._running.get(key) is trace:
             del self._running[key]
-        self._drop(key)
+
+    def keep(self, trace: RequestTrace) -> None:
+        """Take a request that has ended; of two with one id the newer one."""
+        key = trace.tenant, trace.request_id
+        self.drop(trace)
+        self._remove(key)
         blob = _encode(_kept(trace))
         if len(blob) > self._max_bytes // _MAX_SHARE:
             blob = _encode(_kept(trace, has_times=False))
@@ -52,7 +57,7 @@ class Timelines:
         self._kept[key] = blob, other
         self.num_bytes += len(blob) + _ENTRY_BYTES
         while len(self._kept) > self._max_entries or self.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
+            self._remove(next(iter(self._kept)))
 
     def find(self, tenant: str, an_id: str) -> Timeline | None:
         """Return the timeline of a request or answer with this id; None: this key has none."""
@@ -65,7 +70,7 @@ class Timelines:
         kept = self._kept.get(key) or self._kept.get(self._requests.get(key, ("", "")))
         return timeline_of(_decode(kept[0]), 0) if kept is not None else None
 
-    def _drop(self, key: _Key) -> None:
+    def _remove(self, key: _Key) -> None:
         if (kept := self._kept.pop(key, None)) is None:
             return
         blob, other = kept

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from bireme.metrics import Registry
 from bireme.request_trace import (
@@ -33,6 +33,15 @@ logger = logging.getLogger("bireme.observability")
 
 Reader = Callable[[RequestTrace], None]
 _ID_BITS = 64  # of a trace id that decide, as in OpenTelemetry's own sampler
+
+
+class RunningTraces(Protocol):
+    """Who wants to know of requests before they have ended."""
+
+    def begin(self, trace: RequestTrace) -> None: ...
+
+    def drop(self, trace: RequestTrace) -> None:
+        """It has ended, and no reader gets it."""
 
 
 class TraceIdentity(NamedTuple):
@@ -54,7 +63,7 @@ class Traces:
         self._bound = round((sample_ratio or 0.0) * 2**_ID_BITS)
         self._readers: list[Reader] = []
         self._closers: list[Callable[[], None]] = []
-        self._beginners: list[Reader] = []
+        self._running: list[RunningTraces] = []
         self._wants_all = self._wants_token_times = self._wants_all_details = False
 
     @property
@@ -68,19 +77,19 @@ class Traces:
         wants_all: bool = False,
         wants_token_times: bool = False,
         wants_details: bool = True,
-        begin: Reader | None = None,
+        running: RunningTraces | None = None,
         close: Callable[[], None] | None = None,
     ) -> None:
         """Have `reader` called with each sampled trace that has ended, or with every one.
 
         `wants_token_times`: sequences note when each delta came. `wants_details`: whether `wants_all` goes for what
-        router and engines tell as well, which costs the most; sampled traces have it anyway. `begin`: called with a
-        trace as soon as it is known whose it is. `close`: called at the end of the process, on a thread that may wait;
+        router and engines tell as well, which costs the most; sampled traces have it anyway. `running`: told of traces
+        as soon as it is known whose they are. `close`: called at the end of the process, on a thread that may wait;
         within a few seconds.
         """
         self._readers.append(reader)
-        if begin is not None:
-            self._beginners.append(begin)
+        if running is not None:
+            self._running.append(running)
         if close is not None:
             self._closers.append(close)
         self._wants_all = self._wants_all or wants_all
@@ -120,13 +129,15 @@ class Traces:
 
     def begun(self, trace: RequestTrace) -> None:
         """Show a trace that has its request's id to those who want to know of running ones."""
-        for begin in self._beginners:
-            begin(trace)
+        for running in self._running:
+            running.begin(trace)
 
     def end(self, trace: RequestTrace, error: BaseException | None = None) -> None:
         """End it and hand it to its readers; a reader that fails is logged, and costs the request nothing."""
         trace.finish("" if error is None else error_text(error))
         if trace.is_canary:
+            for running in self._running:
+                running.drop(trace)
             return
         for reader in self._readers:
             try:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from bireme.messages import EngineSpan
+from bireme.metrics import Registry
 from bireme.observability.timeline import timeline_of
 from bireme.observability.timelines import RESPONSE_ID, Timelines, _kept
+from bireme.observability.traces import Traces
 from bireme.request_trace import EngineSpans, PromptWork, RequestTrace, TokenTimes, TracedSequence
 
 
@@ -92,3 +94,14 @@ def test_engines_tell_of_others_prompts_alone(num_prompts):
     spans.add_generation(0.0, 2.0, 10, work)
     told = spans.spans[0].attributes
     assert told.get("neighbors_ms", 0) == 500 * num_prompts and told.get("neighbor_tokens", 0) == 100 * num_prompts
+
+
+def test_the_launchs_own_probes_leave_nothing_behind():
+    traces, timelines = Traces(Registry("frontend")), Timelines(10, 1 << 20)
+    traces.subscribe(timelines.keep, wants_all=True, running=timelines)
+    for is_canary in (True, False):
+        trace = traces.begin("POST /v1/completions", traces.identify(), time.monotonic())
+        trace.request_id, trace.is_canary = f"canary {is_canary}", is_canary
+        traces.begun(trace)
+        traces.end(trace)
+    assert timelines._running == {} and list(timelines._kept) == [("", "canary False")]
