@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -45,7 +46,11 @@ def group():
     """Two processes that need no tritonserver to live, and their port."""
     port = free_port()
     command = [sys.executable, "-m", "bireme.openai", "--recipe", "recipes/tiny-chat", "--grpc", "127.0.0.1:1"]
-    process = subprocess.Popen([*command, "--port", str(port), "--processes", "2", "--log-level", "warning"])
+    kept = json.dumps({"observability": {"timelines": {"max_entries": 10}}})
+    process = subprocess.Popen(
+        [*command, "--port", str(port), "--processes", "2", "--log-level", "warning"],
+        env={**os.environ, "BIREME_OVERRIDE": kept},
+    )
     wait_for(lambda: get(port, "/health/live") and len(listeners(port)) == 2)
     yield process, port
     process.send_signal(signal.SIGTERM)
@@ -88,6 +93,19 @@ def test_whoever_is_watched_shows_the_live_state_of_all(group):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/live", timeout=5) as events:
         state = json.loads(events.readline().removeprefix(b"data: "))
     assert state["processes"] == {"count": 2, "answered": 2} and state["models"][0]["name"] == "tiny-chat"
+
+
+def test_whoever_is_asked_finds_the_timeline_of_a_request(group):
+    _, port = group
+    url, headers = (
+        f"http://127.0.0.1:{port}/v1/completions",
+        {"x-request-id": "mine", "content-type": "application/json"},
+    )
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(urllib.request.Request(url, b'{"model": "nobody", "prompt": "hi"}', headers), timeout=5)
+    for _ in range(10):  # each a connection of its own
+        found = json.loads(get(port, "/v1/requests/mine/timeline"))
+        assert (found["state"], "model_not_found" in found["error"]) == ("failed", True)
 
 
 @pytest.mark.flaky(reruns=1)
