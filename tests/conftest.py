@@ -26,8 +26,9 @@ hypothesis.settings.register_profile("fuzz", derandomize=False, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
-# Modules that share servers, by the start of their paths: with `-n` each row runs in one process, every other module by
-# itself. The rows come first, being the longest, then other servers; small tests fill up what is left at the end.
+# Modules that share servers, or what they have parsed, by the start of their paths: with `-n` each row runs in one
+# process, every other module by itself. The rows come first, being the longest, then other servers; small tests fill up
+# what is left at the end.
 ONE_PROCESS = (
     ("tests/server/text/",),
     ("tests/server/faults/",),
@@ -35,6 +36,7 @@ ONE_PROCESS = (
     ("tests/server/openai/",),
     ("tests/services/test_playground_", "tests/services/test_screenshots"),
     ("tests/triton/test_adapter_", "tests/triton/test_show_config"),
+    ("tests/repository/",),
 )
 
 
@@ -75,10 +77,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Thousands of tests and what they import stay: the collector looks through them neither now nor later."""
+    """Thousands of tests and what they import stay: the collector looks through them neither now nor later.
+
+    Nor, after every few tests, through what the tests before have made: that takes up to a quarter of a module's time.
+    """
     gc.disable()
     yield
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
 
