@@ -11,7 +11,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from bireme.openai.keys import KEY_HEADERS, OPEN, ApiKeys
 from bireme.openai.live.feed import LIVE, LiveFeed
 from bireme.openai.live.source import LiveSource
 from bireme.openai.live.timeline_route import TIMELINE, TimelineRoute
-from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
+from bireme.openai.metrics_page import CONTENT_TYPE, KeptPages, MetricsPage
 from bireme.openai.model_kinds import ModelsByName
 from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS, openapi
 from bireme.openai.playground_files import PlaygroundFiles
@@ -110,6 +111,7 @@ class Frontend:
         self._served: list[FollowedModel] = [*models, *self._embedders]
         self._aliases = _aliases_of(self._served, metrics.worker)
         self._page = MetricsPage(metrics, {model.services.metrics: one for model, one in self._aliases.items()})
+        self._pages = KeptPages()
         self._open_accounts()
         self._live_feed: LiveFeed | None = None
         self._timelines = TimelineRoute(timelines, member)
@@ -379,14 +381,18 @@ class Frontend:
         await call.reply(200, encode_json({"version": __version__}))
 
     async def _show_metrics(self, call: Call) -> None:
+        only_key = None if call.tenant.is_operator else call.tenant.name
+        page = await self._pages.get(only_key, partial(self._gather_metrics, only_key))
+        await call.reply(200, page, (b"content-type", CONTENT_TYPE))
+
+    async def _gather_metrics(self, only_key: str | None) -> Callable[[], bytes]:
+        """Return what writes the page."""
         self._note_levels()
         others = await self._member.ask_totals() if self._member is not None else []
-        only_key = None if call.tenant.is_operator else call.tenant.name
         assert self.readiness is not None
         is_ready, _ = await self.readiness.report()  # asks the workers, at most once a second
         level = ("bireme_frontend_ready", (self._metrics.worker,), float(is_ready))
-        page = self._page.text(others, only_key, [MetricDelta([], [level], []), *self._limits()])
-        await call.reply(200, page, (b"content-type", CONTENT_TYPE))
+        return partial(self._page.text, others, only_key, [MetricDelta([], [level], []), *self._limits()])
 
     def _limits(self) -> Iterator[MetricDelta]:
         """Yield what a worker of each model takes, under other names; on workers' own page it has ours."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -17,6 +19,7 @@ Key = tuple[str, Labels]
 _T = TypeVar("_T")
 KEY_LABEL = "key"  # an API key's name
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
+_AT_ONCE_S, _SHARE = 0.001, 20
 
 
 class MetricsPage:
@@ -51,6 +54,32 @@ class MetricsPage:
             if aliases is not None:
                 self._own.add(aliases.translate(delta))
         return self._own.totals()
+
+
+class KeptPages:
+    """Pages by whom they are for, each given again for a time in proportion to its making: however often somebody
+    asks, pages take a twentieth of the loop's time. One that is made at once is made anew each time.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[str | None, tuple[bytes, float]] = {}  # key's name -> page, until when it is given
+        self._lock = asyncio.Lock()
+
+    async def get(self, only_key: str | None, make: Callable[[], Awaitable[Callable[[], bytes]]]) -> bytes:
+        """`make` gathers what the page shows, and returns what writes it."""
+        async with self._lock:  # those who ask meanwhile get this page
+            page, until = self._pages.get(only_key, (b"", 0.0))
+            if time.monotonic() < until:
+                return page
+            write = await make()
+            began = time.thread_time()
+            page = write()
+            took_s = time.thread_time() - began
+            now = time.monotonic()
+            self._pages = {name: one for name, one in self._pages.items() if now < one[1]}
+            if took_s > _AT_ONCE_S:
+                self._pages[only_key] = (page, now + _SHARE * took_s)
+            return page
 
 
 def _without_other_keys(totals: MetricDelta, only: str) -> MetricDelta:
