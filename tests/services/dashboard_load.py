@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +109,36 @@ class Deployment:
         os.kill(engine, signal.SIGKILL)
         assert b"[DONE]" in connection.reply.read()  # type: ignore[attr-defined]
         connection.close()
+
+    def answer_s(self) -> float:
+        """Return how long a short answer takes."""
+        began = time.monotonic()
+        assert self.post("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+        return time.monotonic() - began
+
+    @contextlib.contextmanager
+    def asking_for_pages(self, times_a_second: int) -> Iterator[list[int]]:
+        """Ask for each target's page, by a few threads, so often; yield the statuses as they come."""
+        statuses, ends, num_threads = list[int](), threading.Event(), 10
+
+        def ask(address: str) -> None:
+            connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
+            while not ends.wait(num_threads / times_a_second):
+                connection.request("GET", "/metrics", headers={"authorization": f"Bearer {KEY}"})
+                reply = connection.getresponse()
+                reply.read()
+                statuses.append(reply.status)
+            connection.close()
+
+        threads = [threading.Thread(target=ask, args=(one,)) for one in self.targets for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield statuses
+        finally:
+            ends.set()
+            for thread in threads:
+                thread.join()
 
     def batch(self) -> None:
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}

@@ -9,6 +9,7 @@ from tests.services.dashboard_queries import queries
 from tests.services.prometheus import Prometheus
 
 WINDOW = "2m"  # the whole load
+LATE_S = 5.0  # two tokens take milliseconds, on a machine that does nothing else
 # What a query without an answer here must name: series that this deployment can't have, and why.
 ABSENT = {
     "trtllm_": "TensorRT-LLM's own",
@@ -27,6 +28,7 @@ def running(tmp_path_factory):
         until(lambda: prometheus.ask("bireme_batch_lines_total > 0"), "the batch's line is not counted")
         until(lambda: prometheus.ask("bireme_canaries_total > 0"), "no canary is counted")
         until(lambda: prometheus.ask("bireme_migrations_total > 0"), "no migration is counted")
+        prometheus.serving = serving
         yield prometheus
 
 
@@ -59,3 +61,13 @@ def test_what_was_asked_for_has_been_counted(running):
         "bireme_traceparents_ignored_total",
     ):
         until(lambda query=counted: running.ask(f"{query} > 0"), f"{counted} is 0")
+
+
+def test_pages_that_are_asked_for_100_times_a_second_hold_nothing_up(running):
+    serving = running.serving
+    assert serving.answer_s() < LATE_S
+    with serving.asking_for_pages(times_a_second=100) as statuses:
+        for _ in range(10):
+            assert serving.answer_s() < LATE_S
+        until(lambda: len(statuses) >= 100, "the pages are not answered")
+    assert set(statuses) == {200}
