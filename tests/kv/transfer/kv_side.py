@@ -36,7 +36,6 @@ from bireme.kv.transfer.shm import ShmBackend
 from bireme.kv.transfer.shm_file import SHM_DIR, file_prefix
 from bireme.kv.wire.curve import needs_curve
 from bireme.metrics import Registry
-from tests.kv.transfer.shared_pools import CudaPool, FilePool, SharedPool
 
 needs_nixl = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in MODULES), reason="nixl-cu12 is not installed"
@@ -161,6 +160,17 @@ def memory_of(pool: Any) -> Any:
     return getattr(pool, "store", pool)
 
 
+def pool_of(backend: str, folder: Path, layout: KvLayout) -> Any:
+    """Return a pool of rows that others map, or None."""
+    from tests.kv.transfer import shared_pools  # with numba, whose import takes most of a child's start
+
+    if backend == "cuda_ipc":
+        return shared_pools.FilePool(folder, layout)
+    if backend == "mapped":
+        return shared_pools.SharedPool(layout)
+    return shared_pools.CudaPool() if backend in ("cuda", "vram") else None
+
+
 def backend_of(name: str, run_dir: Path, worker: str, life: int, host: str = "") -> Backend:
     """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's, `vram` is nixl with one.
 
@@ -196,13 +206,8 @@ class Side:
         config = CacheTransceiverConfig(
             backend="DEFAULT", kv_transfer_timeout_ms=timeout_ms, max_tokens_in_buffer=max_tokens
         )
-        self.pool: Any = None  # of rows that others map
-        if backend == "cuda_ipc" and has_pool:
-            self.pool = FilePool(run_dir / f"pool-{worker}-{life}", layout)
-        elif backend == "mapped" and has_pool:
-            self.pool = SharedPool(layout)
-        elif backend in ("cuda", "vram"):
-            self.pool = CudaPool()
+        has_pool = has_pool and backend != "shm"
+        self.pool = pool_of(backend, run_dir / f"pool-{worker}-{life}", layout) if has_pool else None
         self.transfer = LeasedTransfer(
             backend_of(backend, run_dir, worker, life, host),
             run_dir=run_dir, worker=worker, life=life, config=config, metrics=self.metrics, chunk_bytes=chunk_bytes,
