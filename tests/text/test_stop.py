@@ -22,7 +22,7 @@ def expected(text, stops, include=False):
     return text, ""
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=300)
 @given(
     st.lists(st.text(ALPHABET, max_size=5), max_size=12),
     st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
