@@ -156,7 +156,7 @@ def left_open(reasoning, text):
 def test_a_call_ends_a_thought_that_was_left_open(reasoning, tools):
     calls = [("weather", {"city": "Oslo </think>"})]
     text = left_open(reasoning, MARKS.get(tools, "") + answers.render_calls(tools, calls).lstrip())
-    for size in (1, 2, 3, 7, 40, len(text)):
+    for size in (1, 3, 40, len(text)):
         events = parse(text, size, tools=tools, reasoning=reasoning, prompt_end=answers.REASONING[reasoning][0])
         assert (thoughts_of(events), calls_of(events), content_of(events)) == ("I need it.", calls, ""), size
 
@@ -167,7 +167,7 @@ def test_a_mark_that_is_thought_about_stays_a_thought(reasoning, tools):
     mark = make(tools).begins[0]
     thought = f"Calls begin with {mark}, \n {mark}{mark} {{ or {answers.render_calls(tools, [('other', {'a': 1})])} so."
     text = answers.render_thought(reasoning, thought, "Yes.")
-    for size in (1, 2, 3, 7, 40, len(text)):
+    for size in (1, 3, 40, len(text)):
         events = parse(text, size, tools=tools, reasoning=reasoning, prompt_end=answers.REASONING[reasoning][0])
         assert (thoughts_of(events), content_of(events), calls_of(events)) == (thought, "Yes.", []), size
 
@@ -177,7 +177,7 @@ def test_a_mark_that_is_thought_about_stays_a_thought(reasoning, tools):
 def test_the_end_of_a_thought_behind_its_call_is_no_content(reasoning, tools):
     call = MARKS.get(tools, "") + answers.render_calls(tools, [("weather", {"city": "Oslo"})]).lstrip()
     text = left_open(reasoning, f"{call}\n{REASONING[reasoning].ends[0]}\n\nYes.")
-    for size in (1, 2, 3, 7, 40, len(text)):
+    for size in (1, 3, 40, len(text)):
         events = parse(text, size, tools=tools, reasoning=reasoning, prompt_end=answers.REASONING[reasoning][0])
         assert (thoughts_of(events), content_of(events)) == ("I need it.", "Yes."), size
         assert calls_of(events) == [("weather", {"city": "Oslo"})]
