@@ -86,8 +86,12 @@ def error_text(error: BaseException) -> str:
     return to_message(error)
 
 
+def new_trace_number() -> int:
+    return random.getrandbits(128) or 1
+
+
 def new_trace_id() -> str:
-    return f"{random.getrandbits(128) or 1:032x}"
+    return f"{new_trace_number():032x}"
 
 
 def new_span_id() -> int:

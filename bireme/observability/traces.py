@@ -24,7 +24,7 @@ from bireme.request_trace import (
     Traceparent,
     clean_tracestate,
     error_text,
-    new_trace_id,
+    new_trace_number,
     parse_traceparent,
 )
 from bireme.types import Tensors, info_of
@@ -33,6 +33,7 @@ logger = logging.getLogger("bireme.observability")
 
 Reader = Callable[[RequestTrace], None]
 _ID_BITS = 64  # of a trace id that decide, as in OpenTelemetry's own sampler
+_DECIDES = 2**_ID_BITS - 1
 
 
 class RunningTraces(Protocol):
@@ -64,7 +65,7 @@ class Traces:
         self._readers: list[Reader] = []
         self._closers: list[Callable[[], None]] = []
         self._running: list[RunningTraces] = []
-        self._wants_all = self._wants_token_times = self._wants_all_details = False
+        self.wants_all = self._wants_token_times = self._wants_all_details = False  # some reader does
 
     @property
     def has_readers(self) -> bool:
@@ -92,7 +93,7 @@ class Traces:
             self._running.append(running)
         if close is not None:
             self._closers.append(close)
-        self._wants_all = self._wants_all or wants_all
+        self.wants_all = self.wants_all or wants_all
         self._wants_all_details = self._wants_all_details or (wants_all and wants_details)
         self._wants_token_times = self._wants_token_times or wants_token_times
 
@@ -103,18 +104,17 @@ class Traces:
 
     def identify(self, traceparent: str = "", tracestate: str = "") -> TraceIdentity:
         """Return the trace that the caller names, or a new one. A malformed traceparent is counted, and none."""
-        caller = parse_traceparent(traceparent) if traceparent else None
-        if caller is not None:
+        if traceparent and (caller := parse_traceparent(traceparent)) is not None:
             state = clean_tracestate(tracestate) if tracestate else ""
             return TraceIdentity(caller.trace_id, self._exports and caller.is_sampled, caller, state)
         if traceparent:
             self._metrics.add("bireme_traceparents_ignored_total")
-        trace_id = new_trace_id()
-        return TraceIdentity(trace_id, int(trace_id[16:], 16) < self._bound)
+        number = new_trace_number()
+        return TraceIdentity(f"{number:032x}", number & _DECIDES < self._bound)
 
     def begin(self, name: str, identity: TraceIdentity, arrived_at: float) -> RequestTrace | None:
         """Return None for a request that no reader wants. `arrived_at`: time.monotonic()."""
-        if not (identity.is_sampled or self._wants_all):
+        if not (identity.is_sampled or self.wants_all):
             return None
         return RequestTrace(
             name,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from bireme.errors import RequestCancelledError
 from bireme.observability.timelines import RESPONSE_ID
-from bireme.observability.traces import Traces
+from bireme.observability.traces import TraceIdentity, Traces
 from bireme.openai.http.call import Call, Patience
 from bireme.openai.http.error_replies import HttpError
 from bireme.openai.keys import OPEN, Tenant
@@ -40,19 +40,26 @@ class CallTraces:
 
         `link`: the traceparent of what has made it, if it is a line of a batch.
         """
-        given = b"" if call.is_repeated(b"traceparent") else call.header(b"traceparent")
-        state = b",".join(value for name, value in call.headers if name == b"tracestate") if given else b""
-        identity = self._traces.identify(given.decode("latin-1"), state.decode("latin-1"))
+        traces, given = self._traces, call.header(b"traceparent")
+        identity = self._identify(call, given) if given else traces.identify()
         call.notes["trace_id"] = identity.trace_id
-        call.trace = trace = self._traces.begin(f"{call.method} {call.path}", identity, call.arrived_at)
-        if trace is None:
-            call.add_header(b"traceresponse", f"00-{identity.trace_id}-{new_span_id():016x}-00".encode())
+        if not (identity.is_sampled or traces.wants_all):  # most of them: every call counts here
+            call.add_header(b"traceresponse", b"00-%b-%016x-00" % (identity.trace_id.encode(), new_span_id()))
             return
+        call.trace = trace = traces.begin(f"{call.method} {call.path}", identity, call.arrived_at)
+        assert trace is not None, "it is wanted"
         trace.request_id, trace.tenant = call.request_id.decode(), call.tenant.name
         trace.root.attributes |= {"http.request.method": call.method, "http.route": call.path}
         _add_link(trace, link)
         call.add_header(b"traceresponse", trace.traceparent(trace.root).encode())
         self._traces.begun(trace)
+
+    def _identify(self, call: Call, given: bytes) -> TraceIdentity:
+        """Several traceparents are none."""
+        if call.is_repeated(b"traceparent"):
+            given = b","
+        state = b",".join(value for name, value in call.headers if name == b"tracestate")
+        return self._traces.identify(given.decode("latin-1"), state.decode("latin-1"))
 
     def end(self, call: Call) -> None:
         trace = call.trace
