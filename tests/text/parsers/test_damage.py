@@ -12,7 +12,7 @@ from tests.text.parsers.answers import render_calls
 from tests.text.parsers.damage import cases, marks_of
 from tests.text.parsers.test_parsers import calls_of, content_of, parse
 
-ROUNDS = 2 if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else 2  # with other arguments and letters
+ROUNDS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else 2  # with other arguments and letters
 NUM_CASES = 4_000 * ROUNDS
 DAMAGED = [tools for tools in TOOLS if marks_of(tools, {"city": "", "days": 0})]
 
