@@ -235,7 +235,7 @@ def test_one_that_rests_can_be_cancelled_and_its_time_runs_out(resting):
     engine.abort(cancelled)
     assert cancelled.finish.reason == "cancelled" and late.finish.reason == "timeout"
     engine.abort(live)
-    assert live.finish.reason == "cancelled"
+    assert live.finish.reason in ("cancelled", "length")  # a GPU may have made all of it by now
     wait_for(lambda: engine.manager.num_referenced == 0)
 
 

@@ -16,6 +16,7 @@ from bireme.metrics import Registry
 config = EngineConfig(kv_cache_config=KvCacheConfig(max_tokens=1024))
 engine = create_engine("torch", EngineContext("decode", "decode", sys.argv[1], config, Registry("decode")))
 engine.start(lambda *events: None)
+engine.stop()
 """
 MAP = """
 import sys
