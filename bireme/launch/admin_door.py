@@ -144,12 +144,8 @@ class AdminDoor:
         }
         self._calls = threading.BoundedSemaphore(_MAX_CALLS)
         self._server = SmallHttpServer(settings.host, settings.port, self._handler())
-        self._server.daemon_threads = True
         self._server.tls = settings.tls_context()
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="admin-http", daemon=True
-        )
+        self.port = self._server.port
 
     @property
     def is_plain(self) -> bool:
@@ -157,13 +153,10 @@ class AdminDoor:
         return self._server.tls is None
 
     def start(self) -> None:
-        self._thread.start()
+        self._server.start("admin-http")
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
+        self._server.stop()
 
     def answer(self, method: str, path: str, key: str, kind: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """Return status and reply. `key`: the Authorization header. `kind`: the body's type."""

@@ -30,30 +30,38 @@ class HealthServer:
         """`page`: raises BiremeError while there is none."""
         routes = {"/health/live": live, "/health/ready": ready, "/health": ready}
         self._server = SmallHttpServer(host, port, _handler(routes, page))
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="health-http", daemon=True
-        )
+        self.port = self._server.port
 
     def start(self) -> None:
-        self._thread.start()
+        self._server.start("health-http")
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
+        self._server.stop()
 
 
 class SmallHttpServer(http.server.ThreadingHTTPServer):
     """A thread a client; none is waited for long."""
 
+    daemon_threads = True
     tls: ssl.SSLContext | None = None
 
     def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
         self.address_family, address = resolve(host, port)
         super().__init__(address, handler)
+        self.port: int = self.server_address[1]
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str) -> None:
+        """Serve on a thread of this name, until `stop`."""
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self.shutdown()
+            self._thread.join()
+            self._thread = None
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(_CLIENT_S)
