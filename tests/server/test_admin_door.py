@@ -70,7 +70,9 @@ def is_refused(ask, launch):
 
 
 def test_bounds_of_busy_workers_are_set_in_frontend_and_pipelines_and_taken_back(launch):
-    held = threading.Thread(target=complete, args=(launch,), kwargs={"max_tokens": 300, "n": 2, "ignore_eos": True})
+    answers = []
+    fields = {"max_tokens": 300, "n": 2, "ignore_eos": True}
+    held = threading.Thread(target=lambda: answers.append(complete(launch, **fields)))
     held.start()
     wait_for(lambda: all(one["in_flight_requests"] for one in launch.door.status()["workers"].values()))
     launch.door.post("/busy", rules=[{"max_kv_usage": 1e-9}])
@@ -80,6 +82,7 @@ def test_bounds_of_busy_workers_are_set_in_frontend_and_pipelines_and_taken_back
     wait_for(lambda: not is_refused(complete, launch))
     wait_for(lambda: not is_refused(generate, launch))
     held.join(LIMIT_S)
+    assert answers[0]["usage"]["completion_tokens"] == 600  # bounds are for new requests alone
 
 
 def test_a_log_level_reaches_every_process_and_is_taken_back(launch):

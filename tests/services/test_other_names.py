@@ -117,7 +117,8 @@ class Scraped:
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory):
+def scraped(sample_model, tmp_path_factory):
+    sample_model("llama")
     folder, ports = tmp_path_factory.mktemp("names"), five_ports()
     targets = [f"127.0.0.1:{ports[name]}" for name in ("metrics", "openai")]
     override = f"--override={json.dumps(OVERRIDE)}"
