@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import DEFAULT_RECIPE
+from bireme.discovery.records import MAX_GENERATION, LaunchFacts, check_weight
 from bireme.discovery.store import parse_address, with_discovery
 from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import BiremeError, ConfigError
@@ -129,6 +130,16 @@ def frontend_of(
         },
         shm_prefix=run_folder.shm_prefix,
     )
+
+
+def launch_facts(options: argparse.Namespace) -> LaunchFacts:
+    """Raises ConfigError."""
+    if not 0 <= options.generation <= MAX_GENERATION:
+        raise ConfigError(f"--generation: {options.generation}; 0 to {MAX_GENERATION}, a newer one is higher")
+    try:
+        return LaunchFacts(generation=options.generation, weight=check_weight(options.weight))
+    except ValueError as error:
+        raise ConfigError(f"--weight: {error}") from error
 
 
 def admin_of(options: argparse.Namespace) -> AdminSettings | None:
@@ -262,6 +273,14 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         "--advertise", default="", metavar="HOST[:PORT]",
         help="by which other servers reach this one's gRPC port; default: --grpc-host, or this host's name for 0.0.0.0",
     )  # fmt: skip
+    parser.add_argument(
+        "--generation", type=int, default=0, metavar="N",
+        help="of those that serve side by side; the newest has the highest number (docs/operations.md)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weight", type=float, default=1.0, metavar="SHARE",
+        help="0 to 1: of new requests, the share that its generation gets until the admin door is told another",
+    )  # fmt: skip
     parser.add_argument("--api-keys", metavar="FILE", help="keys that the OpenAI frontend asks for")
     parser.add_argument(
         "--triton-without-keys", action="store_true",
@@ -317,6 +336,7 @@ def settings_of(options: argparse.Namespace, run_folder: RunFolder) -> Deploymen
         admin=admin_of(options),
         canaries=CanarySettings(interval_s=options.canary_interval),
         frontend=frontend_of(options, recipe.folder, override, run_folder, hosts, advertised),
+        facts=launch_facts(options),
         advertise=advertised,
         allow_client_shm=options.allow_client_shm,
         visible_keys=options.visible_keys,

@@ -3,6 +3,7 @@
     python tools/status.py --admin http://10.1.0.5:8004 --admin-key-file admin.key
     python tools/status.py --json
     python tools/status.py --log-level debug                     # of all its processes; --log-level as-started
+    python tools/status.py --weight 0.3                          # of new requests to its generation; as-started
     python tools/status.py --busy '[{"max_kv_usage": 0.9}]'      # in place of router.busy; --busy null: as the recipe
 
 Exit codes: 0 it can be ended without losing a request; 1 it can't, and the reasons; 2 nobody answers, or what was asked
@@ -47,6 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _change(door: DoorClient, options: argparse.Namespace) -> None:
     if options.log_level:
         door.post("/log-level", level=None if options.log_level == _AS_STARTED else options.log_level)
+    if options.weight:
+        try:
+            weight = None if options.weight == _AS_STARTED else float(options.weight)
+        except ValueError as error:
+            raise ConfigError(f"--weight: {options.weight[:40]}; write a number of 0 to 1, or {_AS_STARTED}") from error
+        door.post("/weight", weight=weight)
     if options.busy:
         try:
             rules = json.loads(options.busy)
@@ -57,7 +64,9 @@ def _change(door: DoorClient, options: argparse.Namespace) -> None:
 
 def _text(status: dict[str, Any]) -> str:
     under_way = ", ".join(f"{status[name]} {name.replace('_', ' ')}" for name in _COUNTS)
-    lines = [f"{status['model']} ({status['recipe']}, bireme {status['version']}): {status['status']}", under_way]
+    of_generation = f"generation {status['generation']}, weight {status['weight']:g}"
+    about = f"{status['recipe']}, bireme {status['version']}, {of_generation}"
+    lines = [f"{status['model']} ({about}): {status['status']}", under_way]
     width = max(map(len, status["workers"]), default=0)
     for name, one in status["workers"].items():
         counts = " ".join(f"{one[count]:5d} {count.replace('_', ' ')}" for count in _COUNTS)
@@ -74,6 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="all of it, as the door tells it")
     parser.add_argument("--log-level", choices=(*LEVELS, _AS_STARTED))
     parser.add_argument("--busy", metavar="JSON", help="rules as in router.busy, [] for none, null for the recipe's")
+    parser.add_argument("--weight", metavar="SHARE", help=f"0 to 1, or {_AS_STARTED}")
     add_door_options(parser)
     return parser.parse_args(arguments)
 

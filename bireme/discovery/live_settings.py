@@ -23,6 +23,7 @@ class LiveSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     log_level: LogLevel | None = None
     busy: tuple[BusyRule, ...] | None = None  # in place of router.busy; (): no worker is ever busy
+    weight: float | None = None  # in place of --weight
 
 
 class _Followed:
@@ -39,6 +40,12 @@ _followed = _Followed()
 
 def current() -> LiveSettings:
     return _followed.settings
+
+
+def weight(as_started: float) -> float:
+    """Return the share of new requests that this launch's generation gets now."""
+    live = _followed.settings.weight
+    return as_started if live is None else live
 
 
 def write(folder: Path, settings: LiveSettings) -> None:

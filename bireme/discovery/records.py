@@ -18,11 +18,15 @@ from typing import Literal
 import msgspec
 
 from bireme.config import stage_of, worker_id
+from bireme.errors import ConfigError
 from bireme.messages import Capacity
 
 _PURPOSE = b"bireme worker record:"
 _START, _END = b'{"mac":"', b'",'
 _DIGITS = 64
+_WEIGHTS = "0 to 1, the share of new requests that its generation gets"
+GENERATION_VARIABLE, WEIGHT_VARIABLE = "BIREME_GENERATION", "BIREME_WEIGHT"
+MAX_GENERATION = (1 << 31) - 1
 
 WorkerState = Literal["ready", "draining"]
 
@@ -42,6 +46,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str = ""
     model: str = ""  # last part of the model's folder or hub id: one name is served by one model
     revision: str = ""  # of the model's content; "": not known, which is like any
+    generation: int = 0  # of its launch: the newest of those that serve side by side has the highest
+    weight: float = 1.0  # its generation's share of new requests; see kv/routing/generations.py
+    wire: int = 0  # messages.VERSION of its process; 0: of one that does not tell, whose key_id tells it
     key_id: str = ""  # of the deployment key: params that another key has signed would be refused
     state: WorkerState = "ready"  # draining: it gets no new requests
     tokens_per_block: int = 0
@@ -98,6 +105,34 @@ def host_id() -> str:
 def own_address(environment: Mapping[str, str] = os.environ) -> str:
     """Return host:port by which other servers reach this one's gRPC: BIREME_ADVERTISE, else BIREME_GRPC."""
     return environment.get("BIREME_ADVERTISE") or environment.get("BIREME_GRPC") or ""
+
+
+class LaunchFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator has said of a launch at its start."""
+
+    generation: int = 0
+    weight: float = 1.0
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> LaunchFacts:
+        """Raises ConfigError."""
+        generation, weight = environment.get(GENERATION_VARIABLE) or "0", environment.get(WEIGHT_VARIABLE) or "1"
+        if not generation.isdecimal() or int(generation) > MAX_GENERATION:
+            raise ConfigError(f"{GENERATION_VARIABLE}: {generation[:40]}; 0 to {MAX_GENERATION}, a newer one is higher")
+        try:
+            return cls(generation=int(generation), weight=check_weight(float(weight)))
+        except ValueError as error:
+            raise ConfigError(f"{WEIGHT_VARIABLE}: {weight[:40]}; {_WEIGHTS}") from error
+
+    def environment(self) -> dict[str, str]:
+        return {GENERATION_VARIABLE: str(self.generation), WEIGHT_VARIABLE: repr(self.weight)}
+
+
+def check_weight(weight: float) -> float:
+    """Raises ValueError."""
+    if not 0 <= weight <= 1:
+        raise ValueError(f"{weight:g}; {_WEIGHTS}")
+    return weight
 
 
 def seal_record(record: WorkerRecord, key: bytes) -> bytes:

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from bireme.config import DiscoveryConfig, Recipe, worker_id
-from bireme.discovery import run_folder
+from bireme.discovery import live_settings, run_folder
 from bireme.discovery.follower import Follower, OnChange, Records
-from bireme.discovery.records import WorkerRecord, host_id, key_id, launch_id, own_address
+from bireme.discovery.records import LaunchFacts, WorkerRecord, host_id, key_id, launch_id, own_address
 from bireme.discovery.store import RecordReader, RecordStore, shared_key
 from bireme.errors import ConfigError, NotFoundError
+from bireme.messages import VERSION
 from bireme.metrics import Registry
 
 _TEXT_STAGES = ("prefill", "decode", "multimodal_encoder", "embedding")
@@ -35,8 +36,14 @@ class OwnWorkers:
 
     def __init__(self, recipe: Recipe, folder: Path | None) -> None:
         """`folder`: the run folder; None: out of reach, only names are known."""
+        facts = LaunchFacts.of()
+        self._first_weight = facts.weight
         self._unknown = {
-            name: WorkerRecord(worker=name, tokens_per_block=entry.engine_config.kv_cache_config.tokens_per_block)
+            name: WorkerRecord(
+                worker=name,
+                tokens_per_block=entry.engine_config.kv_cache_config.tokens_per_block,
+                generation=facts.generation,
+            )
             for stage, entry in recipe.workers.items()
             if stage in _TEXT_STAGES
             for name in recipe.replicas(stage)
@@ -55,7 +62,7 @@ class OwnWorkers:
         self._closing.set()
 
     def _record(self, name: str) -> WorkerRecord:
-        unknown = self._unknown[name]
+        unknown = msgspec.structs.replace(self._unknown[name], weight=live_settings.weight(self._first_weight))
         if self._folder is None:
             return unknown
         try:
@@ -251,6 +258,8 @@ def own_record(recipe: Recipe, worker: str, life: int, folder: Path, key: bytes,
         served_model_name=recipe.served_name,
         model=_model_name(recipe),
         key_id=key_id(key),
+        generation=LaunchFacts.of().generation,
+        wire=VERSION,
     )
     return msgspec.structs.replace(record, **facts)
 

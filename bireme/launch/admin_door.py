@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -121,6 +121,10 @@ class _BusyBody(_DoorBody):
     rules: tuple[BusyRule, ...] | None
 
 
+class _WeightBody(_DoorBody):
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+
+
 _Action = Callable[[Any], dict[str, Any]]
 
 
@@ -141,6 +145,7 @@ class AdminDoor:
             "/wake": (_Worker, lambda body: operations.wake(body.worker)),
             "/log-level": (_LogLevelBody, lambda body: operations.set_log_level(body.level)),
             "/busy": (_BusyBody, lambda body: operations.set_busy(body.rules)),
+            "/weight": (_WeightBody, lambda body: operations.set_weight(body.weight)),
         }
         self._calls = threading.BoundedSemaphore(_MAX_CALLS)
         self._server = SmallHttpServer(settings.host, settings.port, self._handler())

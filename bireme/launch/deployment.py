@@ -25,7 +25,7 @@ from typing import Any
 from bireme.child_process import Backoff
 from bireme.config import CHECKOUT, Recipe
 from bireme.discovery.directory import LOOK_S
-from bireme.discovery.records import WorkerRecord
+from bireme.discovery.records import LaunchFacts, WorkerRecord
 from bireme.discovery.run_folder import ask_drain, is_draining, named_key
 from bireme.discovery.store import shared_key
 from bireme.discovery.view import WorkerView, discover
@@ -81,6 +81,7 @@ class DeploymentSettings:
     ports: Ports = Ports()
     health_host: str = LOOPBACK
     health_port: int = 8003  # 0: any free one
+    facts: LaunchFacts = LaunchFacts()  # for its workers' records
     advertise: str = ""  # host:port of gRPC as other servers reach it; "": as clients on this machine do
     drain_timeout_s: int = 30  # for requests under way at the end
     canaries: CanarySettings = CanarySettings()
@@ -170,7 +171,7 @@ class Deployment:
             self._begun.callback(self._view.stop)
             self._view.watch(self._take_view)
         if settings.frontend is not None:
-            environment = dict(settings.frontend.environment) | {"BIREME_KEY": self._key}
+            environment = dict(settings.frontend.environment) | {"BIREME_KEY": self._key, **self.facts.environment()}
             frontend = dataclasses.replace(settings.frontend, environment=environment)
             self._frontend = FrontendProcess(frontend, self._console, self.threads)
             self._frontend.spawn()  # it takes as long as the models' load: side by side
@@ -213,6 +214,10 @@ class Deployment:
     @property
     def folder(self) -> Path:
         return self.run_folder.path
+
+    @property
+    def facts(self) -> LaunchFacts:
+        return self.settings.facts
 
     def workers_elsewhere(self) -> Mapping[str, WorkerRecord]:
         return self._elsewhere
@@ -380,6 +385,7 @@ class Deployment:
             "BIREME_OVERRIDE": settings.override,
             "BIREME_KEY": self._key,
             "BIREME_ADVERTISE": self._address,
+            **self.facts.environment(),
             **settings.environment,
         }
         return ServerOptions(
@@ -481,7 +487,7 @@ class Deployment:
             return False, {"status": "stopping"}
         if monitor is None:
             return False, {"status": "starting"}
-        report = monitor.report()
+        report = monitor.report() | {"generation": self.facts.generation}
         if is_draining(self.run_folder.path):
             return False, report | {"status": "draining"}
         if self._folder_problem:

@@ -14,7 +14,7 @@ from bireme import __version__
 from bireme.config import BusyRule, Recipe, stage_of
 from bireme.discovery import live_settings, run_folder
 from bireme.discovery.live_settings import LogLevel
-from bireme.discovery.records import WorkerRecord
+from bireme.discovery.records import LaunchFacts, WorkerRecord
 from bireme.errors import BiremeError, NotFoundError, RequestError
 from bireme.launch.console import Console
 from bireme.launch.series import WorkerSeries, worker_series
@@ -38,6 +38,9 @@ class Launch(Protocol):
 
     @property
     def folder(self) -> Path: ...
+
+    @property
+    def facts(self) -> LaunchFacts: ...
 
     def health(self) -> dict[str, Any]: ...
 
@@ -120,6 +123,16 @@ class Operations:
         self._tell("busy", rules)
         return {"busy": rules}
 
+    def set_weight(self, weight: float | None) -> dict[str, Any]:
+        """Of new requests, the share that this launch's generation gets; None: as it was started with."""
+        self._write(weight=weight)
+        self._tell("weight", weight)
+        return {"generation": self._launch.facts.generation, "weight": self._weight}
+
+    @property
+    def _weight(self) -> float:
+        return live_settings.weight(self._launch.facts.weight)
+
     def status(self) -> dict[str, Any]:
         """Return what is under way, and whether the launch may be ended without a loss."""
         launch, health = self._launch, self._launch.health()
@@ -140,6 +153,8 @@ class Operations:
             "model": launch.recipe.served_name,
             "recipe": launch.recipe.name,
             "version": __version__,
+            "generation": launch.facts.generation,
+            "weight": self._weight,
             "status": health["status"],
             "draining": is_draining,
             "in_flight_requests": figures.num_requests,

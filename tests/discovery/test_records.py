@@ -9,7 +9,7 @@ import pytest
 from bireme.config import DiscoveryConfig
 from bireme.discovery import run_folder
 from bireme.discovery.directory import DirectoryStore
-from bireme.discovery.records import WorkerRecord, open_record, seal_record
+from bireme.discovery.records import LaunchFacts, WorkerRecord, open_record, seal_record
 from bireme.discovery.store import StoreError
 from bireme.discovery.view import create_store, discover
 from bireme.errors import ConfigError
@@ -32,6 +32,20 @@ def store(config):
     store = DirectoryStore(config, KEY)
     store.hold(record())
     return store
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("GENERATION", "-1"), ("GENERATION", "new"), ("WEIGHT", "1.5"), ("WEIGHT", "nan")]
+)
+def test_a_launch_s_facts_that_are_none_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"BIREME_{name}: {value}; 0 to "):
+        LaunchFacts.of({f"BIREME_{name}": value})
+
+
+def test_a_launch_s_facts_reach_its_processes():
+    assert LaunchFacts.of({}) == LaunchFacts(generation=0, weight=1.0)
+    facts = LaunchFacts(generation=7, weight=0.1)
+    assert LaunchFacts.of(facts.environment()) == facts
 
 
 def put(config, one, blob):

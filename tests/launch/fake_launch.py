@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bireme.config import Recipe, WorkerEntry
-from bireme.discovery.records import WorkerRecord
+from bireme.discovery.records import LaunchFacts, WorkerRecord
 from bireme.errors import UnavailableError
 
 READY = {"ready": True, "reason": ""}
@@ -15,7 +15,7 @@ class FakeLaunch:
     def __init__(self, folder: Path) -> None:
         workers = {"prefill": WorkerEntry(engine="mocker"), "decode": WorkerEntry(engine="mocker", replicas=2)}
         self.recipe = Recipe(model=str(folder), workers=workers, name="test", folder=str(folder))
-        self.folder = folder
+        self.folder, self.facts = folder, LaunchFacts(generation=3, weight=0.5)
         self.pages: list[str] = [""]
         self.is_reachable = self.is_known = True
         self.elsewhere: dict[str, WorkerRecord] = {}

@@ -96,6 +96,8 @@ def test_the_key_can_be_changed_while_it_serves_and_without_one_nobody_gets_in(d
         ("/sleep", b"{}", 400, "missing required field `worker`"),
         ("/log-level", b'{"level": "loud"}', 400, "Invalid enum value 'loud'"),
         ("/busy", b'{"rules": [{"max_kv_usage": 7}]}', 400, "max_kv_usage"),
+        ("/weight", b'{"weight": 1.5}', 400, "weight"),
+        ("/weight", b"{}", 400, "missing required field `weight`"),
         ("/explode", b"{}", 404, "POST /drain, /undrain"),
     ],
 )
@@ -192,6 +194,18 @@ def test_the_status_is_told_to_people_and_to_programs(door, key_file, capsys):
     assert "safe to delete: no" in capsys.readouterr().out
     assert status.main(["--json", *named]) == status.UNSAFE
     assert json.loads(capsys.readouterr().out)["workers"].keys() == {"prefill", "decode", "decode_1"}
+
+
+def test_a_program_sets_a_generation_s_weight(door, key_file, capsys):
+    named = ["--admin", f"http://127.0.0.1:{door.port}", "--admin-key-file", key_file]
+    told = []
+    for weight in ("0.25", "as-started"):
+        status.main(["--weight", weight, *named])
+        told.append(capsys.readouterr().out.splitlines()[0].partition("generation ")[2].partition(")")[0])
+    assert told == ["3, weight 0.25", "3, weight 0.5"]
+    for wrong in ("much", "7"):
+        assert status.main(["--weight", wrong, *named]) == status.WRONG
+        assert "weight" in capsys.readouterr().err
 
 
 def test_a_drain_waits_until_nothing_is_under_way(door, launch, key_file, capsys):

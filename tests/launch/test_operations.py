@@ -103,6 +103,13 @@ def test_bounds_need_engines_that_tell_their_load(launch, asked):
         asked.set_busy((BusyRule(max_kv_usage=0.5),))
 
 
+def test_a_weight_holds_until_the_one_of_the_start_is_taken_back(asked):
+    told = [asked.status()["weight"], asked.set_weight(0.0)["weight"], asked.status()["weight"]]
+    assert told == [0.5, 0.0, 0.0]
+    assert asked.set_weight(None) == {"generation": 3, "weight": 0.5}
+    assert (asked.status()["generation"], asked.status()["weight"]) == (3, 0.5)
+
+
 def test_settings_that_cannot_be_read_change_nothing(launch, asked):
     asked.set_log_level("error")
     (launch.folder / live_settings.FILE_NAME).write_text('{"log_level": "loud"}')

@@ -32,6 +32,18 @@ def test_options_become_settings(tmp_path):
     run_folder.remove()
 
 
+def test_a_generation_begins_with_its_weight(tmp_path):
+    given = [], ["--generation", "2", "--weight", "0"]
+    facts = [serve.settings_of(serve.parse(["recipes/mocker", *more]), tmp_path).facts for more in given]
+    assert [(one.generation, one.weight) for one in facts] == [(0, 1.0), (2, 0.0)]
+
+
+@pytest.mark.parametrize("more", [["--generation", "-1"], ["--weight", "2"], ["--weight", "nan"]])
+def test_a_generation_or_weight_that_is_none_is_refused(tmp_path, more):
+    with pytest.raises(ConfigError, match=f"{more[0]}: {more[1]}; 0 to "):
+        serve.settings_of(serve.parse(["recipes/mocker", *more]), tmp_path)
+
+
 def test_client_shared_memory_is_off_unless_asked_for(tmp_path):
     settings = [
         serve.settings_of(serve.parse(["recipes/mocker", *more]), tmp_path) for more in ([], ["--allow-client-shm"])

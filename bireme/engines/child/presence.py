@@ -14,7 +14,7 @@ import msgspec
 from bireme.config import Recipe, split_worker
 from bireme.discovery import live_settings, run_folder
 from bireme.discovery.follower import Follower
-from bireme.discovery.records import WorkerRecord, own_address
+from bireme.discovery.records import LaunchFacts, WorkerRecord, own_address
 from bireme.discovery.registration import Registration
 from bireme.discovery.view import create_store
 from bireme.errors import ConfigError, NotFoundError
@@ -28,6 +28,7 @@ class Presence:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         """Raises ConfigError for a shared discovery that this process can't be found in."""
         self._folder, config = folder, recipe.discovery
+        self._first_weight = LaunchFacts.of().weight
         self.server = ""  # by which other servers' processes call this one
         self._records: dict[str, WorkerRecord] = {}
         self._told_leaving: dict[str, bool] = {}  # of each record
@@ -60,8 +61,12 @@ class Presence:
                 is_leaving = run_folder.is_draining(self._folder)
                 if self._with_state(record) != record or is_leaving != self._told_leaving[record.worker]:
                     self.publish(record)
-                    state = "leaving" if is_leaving else self._records[record.worker].state
-                    logger.info("worker_state worker=%s state=%s", record.worker, state)
+                    told = self._records[record.worker]
+                    state = "leaving" if is_leaving else told.state
+                    if told.weight != record.weight:
+                        logger.info("worker_weight worker=%s weight=%g", record.worker, told.weight)
+                    else:
+                        logger.info("worker_state worker=%s state=%s", record.worker, state)
                 elif run_folder.restore(self._folder, record):
                     logger.warning("record_restored worker=%s folder=%s", record.worker, self._folder)
             except OSError as error:  # the next look tries again
@@ -86,4 +91,5 @@ class Presence:
 
     def _with_state(self, record: WorkerRecord) -> WorkerRecord:
         is_draining = run_folder.is_draining(self._folder, record.worker)
-        return msgspec.structs.replace(record, state="draining" if is_draining else "ready")
+        weight = live_settings.weight(self._first_weight)
+        return msgspec.structs.replace(record, state="draining" if is_draining else "ready", weight=weight)

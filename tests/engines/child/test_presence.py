@@ -8,8 +8,9 @@ import pytest
 
 from bireme.config import DiscoveryConfig, Recipe
 from bireme.conversion import convert
-from bireme.discovery import run_folder
+from bireme.discovery import live_settings, run_folder
 from bireme.discovery.directory import DirectoryStore
+from bireme.discovery.live_settings import LiveSettings
 from bireme.discovery.view import own_record
 from bireme.engines.child.presence import Presence
 from bireme.errors import ConfigError, NotFoundError
@@ -75,6 +76,21 @@ def test_a_worker_that_is_drained_says_so_everywhere(bench, shared):
     run_folder.ask_drain(folder, "decode", undo=True)
     presence.look()
     until(lambda: not shared()[record.id].is_draining)
+
+
+def test_a_generation_and_its_weight_are_told_everywhere_and_the_weight_can_be_changed(bench, shared, monkeypatch):
+    monkeypatch.setenv("BIREME_GENERATION", "4")
+    monkeypatch.setenv("BIREME_WEIGHT", "0.25")
+    presence, folder, record = bench()
+    presence.publish(record)
+    until(lambda: shared() and (shared()[record.id].generation, shared()[record.id].weight) == (4, 0.25))
+    live_settings.write(folder, LiveSettings(weight=0.0))
+    presence.look()
+    assert run_folder.find(folder, "decode").weight == 0
+    until(lambda: shared()[record.id].weight == 0)
+    (folder / live_settings.FILE_NAME).unlink()
+    presence.look()
+    until(lambda: shared()[record.id].weight == 0.25)
 
 
 def test_a_launch_that_ends_says_so_to_others_only(bench, shared):
