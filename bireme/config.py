@@ -23,6 +23,7 @@ from bireme.settings import (
     Rule,
     SeqLen,
     Settings,
+    Staging,
 )
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -110,6 +111,7 @@ class CacheTransceiverConfig(Settings, frozen=True, kw_only=True):
     ] = None
     max_tokens_in_buffer: Positive | None = None  # bounded transfer buffer, in tokens; must hold the longest prompt
     kv_transfer_timeout_ms: Positive = 60_000  # a lease nobody claimed is freed after this
+    staging: Staging = "auto"  # NIXL's
 
 
 class GuidedDecodingConfig(Settings, frozen=True, kw_only=True):

@@ -36,3 +36,7 @@ class Engines:
 
 
 HARMLESS = Rule("harmless")
+# Whether NIXL moves KV through page-locked host memory: auto, where UCX can't move a GPU's without the host.
+StagingChoice = Literal["auto", "always", "never"]
+_TRTLLM_STAGES = Rule("refused", "TensorRT-LLM stages KV itself; remove it", ("auto",))
+Staging = Annotated[StagingChoice, Engines(trtllm=_TRTLLM_STAGES)]

@@ -192,7 +192,13 @@ def _start_transfer(setup: Setup, store: KvStore) -> None:
     if context.transfer is None:
         return
     if setup.device.type == "cuda":
-        context.metrics.set("bireme_kv_staging_bytes", store.copies.staging_bytes, store.copies.kind)
+
+        def tell() -> None:
+            for kind, num_bytes in store.copies.staging_bytes.items():
+                context.metrics.set("bireme_kv_staging_bytes", num_bytes, kind)
+
+        store.copies.on_change = tell
+        tell()
     context.transfer.start(store.layout(setup.checkpoint.digest), store)
 
 

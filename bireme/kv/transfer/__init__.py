@@ -49,7 +49,8 @@ def create_transfer(
     elif backend in ("NIXL", "UCX"):
         from bireme.kv.transfer.nixl import NixlBackend
 
-        mover = NixlBackend(worker, between_hosts=bool(host) and needs_curve(f"tcp://{host}:0"))
+        between_hosts = bool(host) and needs_curve(f"tcp://{host}:0")
+        mover = NixlBackend(worker, between_hosts=between_hosts, staging=config.staging)
     else:
         raise ConfigError(
             f"cache_transceiver_config.backend: {backend} is not available on the embedded engines, which have DEFAULT"

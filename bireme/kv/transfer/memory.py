@@ -11,7 +11,7 @@ import enum
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from bireme.errors import RequestError
 
 NOT_HELD = -1  # row of a token that slid out of its group's window
 Rows = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]  # one after the other
 Bytes2D = npt.NDArray[np.uint8]  # (rows, bytes of a row), contiguous
 
 
@@ -72,6 +73,34 @@ class RowMemory(Protocol):
 
     def write(self, group: int, rows: Rows, data: memoryview, ready: Any = None) -> None:
         """Copy `data`, in the order of `read`, into rows."""
+
+
+class RowCopy(Protocol):
+    """A copy that was begun."""
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Wait, without spinning, until it has ended."""
+
+
+@runtime_checkable
+class StagedMemory(RowMemory, Protocol):
+    """Rows whose owner copies them to and from a transfer's own memory while the transfer does other things.
+
+    Copies end in the order in which they were begun.
+    """
+
+    def page_lock(self, memory: Bytes) -> None:
+        """Let the owner copy best to and from this memory, until `page_unlock`. Where it can't, copies are slower."""
+
+    def page_unlock(self, memory: Bytes) -> None: ...
+
+    def begin_read(self, group: int, rows: Rows, target: Bytes, ready: Any) -> RowCopy:
+        """Begin to copy rows, in the order of `read`."""
+
+    def begin_write(self, group: int, rows: Rows, source: Bytes, ready: Any) -> RowCopy:
+        """Begin to copy `source`, in the order of `read`, into rows."""
 
 
 @dataclass(frozen=True, slots=True)

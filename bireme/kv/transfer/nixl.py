@@ -1,7 +1,8 @@
 """Rows by NIXL over UCX, between engine processes of one host or several.
 
 The importer makes room in memory that its agent has registered and names it in the claim; the exporter writes rows
-there straight out of its registered pool. The importer copies them on to their blocks, which no late write can touch.
+there straight out of its registered pool. A GPU's rows it gathers in a ring of host memory first, where UCX can't move
+them without the host (gpu_direct.py). The importer copies rows on to their blocks, which no late write can touch.
 Prefill writes instead of decode reading: where the network has no remote reads (TCP) UCX imitates them, more
 than ten times slower, and ends the exporter's process when a reader vanishes at the wrong moment.
 
@@ -18,7 +19,9 @@ import os
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,14 +30,18 @@ import numpy.typing as npt
 from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
 from bireme.kv.transfer.backend import Backend, Inlet, PeerAddress, RowOutlet
 from bireme.kv.transfer.base import KvLayout
-from bireme.kv.transfer.chunks import Chunk, TransferPlan
-from bireme.kv.transfer.memory import HostMemory, MemoryKind, Pieces, RowMemory, TokenRows
-from bireme.kv.transfer.staging import Staging
+from bireme.kv.transfer.chunks import CHUNK_BYTES, Chunk, TransferPlan
+from bireme.kv.transfer.gpu_direct import why_not_direct
+from bireme.kv.transfer.memory import Bytes, MemoryKind, Pieces, RowCopy, RowMemory, TokenRows
+from bireme.kv.transfer.row_copies import begin_store
+from bireme.kv.transfer.staging import NUM_SLOTS, SendRing, Staging
 from bireme.kv.transfer.wire import Claim, WriteTarget
+from bireme.settings import StagingChoice
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # one for each CUDA, and one that is for either
 _POLL_S = 0.0002  # between looks at a write under way
 _PROGRESS_US = 100_000  # the longest that the importer's progress thread sleeps; what arrives wakes it
+_MAX_AHEAD = 2  # chunks that a transfer has in slots beside the one that it sends
 _MAX_AGENTS = 64  # importers whose metadata is kept
 # Of UCX within one host. TCP would listen on every interface, and what System V shares is the group's as well; without
 # TCP another way must notice a peer's death.
@@ -48,14 +55,18 @@ class NixlBackend(Backend):
     name = "nixl"
     reaches_other_hosts = True
 
-    def __init__(self, worker: str, *, between_hosts: bool) -> None:
+    def __init__(self, worker: str, *, between_hosts: bool, staging: StagingChoice = "auto") -> None:
         self._worker = worker
         self._between_hosts = between_hosts
+        self._choice = staging
         self._api: Any = None
         self._exporting: Any = None
         self._importing: Any = None
         self._registered: RowMemory | None = None
         self._staging: Any = None
+        self._ring: SendRing | None = None  # made when it is first needed
+        self._slot_bytes = 0
+        self._owner: RowMemory | None = None  # of rows that the CPU can't address
         self._targets: dict[str, bytes] = {}  # metadata of the importers' agents that are loaded
 
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
@@ -63,8 +74,10 @@ class NixlBackend(Backend):
         with _as_config_error():
             self._exporting = self._make_agent("export")
             if memory is not None:
-                self._register_pool(memory)
-            self._staging = Staging(limit_bytes)
+                self._owner = memory if memory.regions[0][0].kind is MemoryKind.VRAM else None
+                self._open_pool(memory)
+            self._slot_bytes = max([CHUNK_BYTES, *(group.bytes_per_token for group in layout.groups)])
+            self._staging = Staging(limit_bytes, self._owner)
             self._begin_importing()
 
     def register(self, memory: RowMemory) -> Any:
@@ -92,7 +105,17 @@ class NixlBackend(Backend):
             self._targets[target.agent] = target.metadata  # the last used is last
             if len(self._targets) > _MAX_AGENTS:
                 self.forget_target(next(iter(self._targets)))
-        return NixlOutlet(self, self._exporting, target)
+        return NixlOutlet(self, self._exporting, target, plan)
+
+    @property
+    def ring(self) -> SendRing:
+        """Raises UnavailableError. Runs on the copier."""
+        if self._ring is None:
+            ring = SendRing(self._slot_bytes, self._owner)
+            with _as_unavailable():
+                self._exporting.register_memory([(ring.address, ring.num_bytes, 0, "")], "DRAM", ["UCX"])
+            self._ring = ring
+        return self._ring
 
     def forget_target(self, agent: str) -> None:
         """Close the connection to an importer; the next write opens another."""
@@ -119,24 +142,38 @@ class NixlBackend(Backend):
 
     def close(self) -> None:
         self._importing = self._exporting = None
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
+        for area in (self._staging, self._ring):
+            if area is not None:
+                area.close()
+        self._staging = self._ring = None
 
-    def _register_pool(self, memory: RowMemory) -> None:
-        try:
-            self.register(memory)
-            self._registered = memory
-        except Exception as error:  # of VRAM: UCX has no CUDA here, or can't reach this memory
-            kind = memory.regions[0][0].kind
-            if kind is MemoryKind.DRAM:
-                raise ConfigError(
-                    f"cache_transceiver_config.backend: NIXL can't register KV memory: {error}"
-                ) from error
-            logger.warning(
-                "transfer event=staged kind=%s module=%s cuda=%s reason=UCX can't read it: %s",
-                kind.value, self._api.__name__, _cuda(), error,
-            )  # fmt: skip
+    def _open_pool(self, memory: RowMemory) -> None:
+        kind, reason = memory.regions[0][0].kind, self._why_staged(memory)
+        if not reason:
+            try:
+                self.register(memory)
+                self._registered = memory
+                return
+            except Exception as error:  # of VRAM: UCX has no CUDA here, or can't reach this memory
+                if kind is MemoryKind.DRAM or self._choice == "never":
+                    raise ConfigError(
+                        f"cache_transceiver_config.backend: NIXL can't register KV memory: {error}; set staging: auto"
+                    ) from error
+                reason = f"UCX can't read it: {error}"
+        logger.info(
+            "transfer event=staged kind=%s module=%s cuda=%s slots=%d slot_bytes=%d reason=%s",
+            kind.value, self._api.__name__, _cuda(), NUM_SLOTS, CHUNK_BYTES, reason,
+        )  # fmt: skip
+
+    def _why_staged(self, memory: RowMemory) -> str:
+        """Return why rows go through the ring; an empty text: UCX reads them where they lie."""
+        if self._choice != "auto":
+            return "cache_transceiver_config.staging: always" if self._choice == "always" else ""
+        if memory.regions[0][0].kind is MemoryKind.DRAM:
+            return ""
+        if not self._between_hosts:
+            return "within one host UCX moves a GPU's rows in small pieces"
+        return why_not_direct(memory.regions[0][0].device)
 
     def _begin_importing(self) -> None:
         agent = self._make_agent("import")
@@ -160,16 +197,82 @@ class NixlBackend(Backend):
         return agent
 
 
+@dataclass(slots=True)
+class _Piece:
+    """A chunk in a slot of the ring, or on its way there."""
+
+    slot: Bytes
+    copy: RowCopy
+
+
 class NixlOutlet(RowOutlet):
-    def __init__(self, backend: NixlBackend, agent: Any, target: WriteTarget) -> None:
+    """Sends one chunk at a time; where they pass through the ring the next ones are copied there meanwhile."""
+
+    def __init__(self, backend: NixlBackend, agent: Any, target: WriteTarget, plan: TransferPlan) -> None:
         self._backend, self._agent, self._target = backend, agent, target
-        self._copy: tuple[npt.NDArray[np.uint8], Any] | None = None  # of a chunk, and its registration
+        self._unread = deque(plan.chunks)  # not begun to be copied to the ring
+        self._pieces: deque[_Piece] = deque()
 
     def show(self, rows: TokenRows) -> None:
         rows.memory.wait(rows.ready)  # UCX knows nothing of the engine's stream
 
     def store(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
-        pieces, kind, device = self._source(rows, chunk)
+        if self._backend.can_read(rows.memory):
+            region = rows.memory.regions[chunk.group][0]
+            pieces = rows.pieces(chunk.group, chunk.first, chunk.last)
+            for _ in self._write(chunk, pieces, region.kind.value, region.device):
+                yield
+                time.sleep(_POLL_S)
+        else:
+            yield from self._store_staged(rows, chunk)
+
+    def close(self) -> None:
+        while self._pieces:
+            self._give(self._pieces.popleft())
+
+    def _store_staged(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
+        while not (self._pieces or self._read_next(rows)):  # other transfers have the slots
+            yield
+            time.sleep(_POLL_S)
+        piece = self._pieces.popleft()
+        try:
+            self._read_ahead(rows, 1)  # what is written within one host is there at once
+            while not piece.copy.is_done():
+                yield
+                time.sleep(_POLL_S)
+            whole = np.array([piece.slot.ctypes.data], np.uint64), np.array([chunk.end - chunk.begin], np.uint64)
+            with contextlib.closing(self._write(chunk, Pieces(*whole), MemoryKind.DRAM.value, 0)) as looks:
+                for _ in looks:
+                    self._read_ahead(rows, _MAX_AHEAD)
+                    yield
+                    time.sleep(_POLL_S)
+        finally:
+            self._give(piece)
+
+    def _read_ahead(self, rows: TokenRows, num_pieces: int) -> None:
+        while len(self._pieces) < num_pieces and self._read_next(rows):
+            pass
+
+    def _read_next(self, rows: TokenRows) -> bool:
+        """Begin to copy the next chunk to a slot, if there is one of both."""
+        slot = self._backend.ring.take() if self._unread else None
+        if slot is None:
+            return False
+        chunk = self._unread.popleft()
+        try:
+            copy = begin_store(rows, chunk, slot[: chunk.end - chunk.begin])
+        except BaseException:
+            self._backend.ring.give(slot)
+            raise
+        self._pieces.append(_Piece(slot, copy))
+        return True
+
+    def _give(self, piece: _Piece) -> None:
+        piece.copy.wait()
+        self._backend.ring.give(piece.slot)
+
+    def _write(self, chunk: Chunk, pieces: Pieces, kind: str, device: int) -> Generator[None, None, None]:
+        """Write pieces to a chunk's place; yields between looks at how far that is."""
         ends = np.cumsum(pieces.lengths, dtype=np.uint64)
         begins = np.uint64(self._target.address + chunk.begin) + ends - pieces.lengths
         local = self._descriptors(pieces.addresses, pieces.lengths, device, kind)
@@ -181,7 +284,6 @@ class NixlOutlet(RowOutlet):
                 state = self._agent.transfer(handle)
             while state == "PROC":
                 yield
-                time.sleep(_POLL_S)
                 with _as_unavailable():
                     state = self._agent.check_xfer_state(handle)
             if state != "DONE":
@@ -195,27 +297,6 @@ class NixlOutlet(RowOutlet):
                     handle.release()
                 self._backend.forget_target(self._target.agent)
 
-    def close(self) -> None:
-        if self._copy is not None:
-            self._backend.unregister(self._copy[1])
-            self._copy = None
-
-    def _source(self, rows: TokenRows, chunk: Chunk) -> tuple[Pieces, str, int]:
-        """Return where a chunk's rows lie for UCX, with the kind and device; a copy where it can't read them."""
-        if self._backend.can_read(rows.memory):
-            region = rows.memory.regions[chunk.group][0]
-            return rows.pieces(chunk.group, chunk.first, chunk.last), region.kind.value, region.device
-        size = chunk.end - chunk.begin
-        if self._copy is None or len(self._copy[0]) < size:
-            self.close()
-            memory = HostMemory([[np.empty((size, 1), np.uint8)]])
-            with _as_unavailable():
-                self._copy = memory.arrays[0][0].reshape(-1), self._backend.register(memory)
-        array = self._copy[0]
-        array[:size] = np.frombuffer(rows.read(chunk.group, chunk.first, chunk.last), np.uint8)
-        piece = np.array([array.ctypes.data], np.uint64), np.array([size], np.uint64)
-        return Pieces(*piece), MemoryKind.DRAM.value, 0
-
     def _descriptors(
         self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device: int, kind: str
     ) -> Any:
@@ -228,10 +309,14 @@ class NixlInlet(Inlet):
     def __init__(self, staging: Staging, room: range, target: WriteTarget) -> None:
         self._staging, self._room = staging, room
         self.target = target
+        self._last: RowCopy | None = None
 
     def load(self, rows: TokenRows, chunk: Chunk) -> None:
-        begin = self._room.start + chunk.begin
-        self._staging.load(rows, chunk, begin)
+        self._last = self._staging.load(rows, chunk, self._room.start + chunk.begin)
+
+    def wait(self) -> None:
+        if self._last is not None:
+            self._last.wait()
 
     def close(self) -> None:
         self._staging.give(self._room)

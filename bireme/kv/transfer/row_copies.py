@@ -11,13 +11,38 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from bireme.kv.transfer.chunks import Chunk
-from bireme.kv.transfer.memory import Region, Rows, TokenRows
+from bireme.kv.transfer.memory import Bytes, Region, RowCopy, Rows, StagedMemory, TokenRows
 
 _MAX_ITEM_BYTES = 256  # of 16 to 1,536 bytes the fastest in both directions
-Bytes = npt.NDArray[np.uint8]
+
+
+class EndedCopy:
+    """A copy that had ended when it was begun."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+def begin_store(rows: TokenRows, chunk: Chunk, target: Bytes) -> RowCopy:
+    """Copy a chunk's rows to memory of their size; or begin to, where their owner can."""
+    memory = rows.memory
+    if not rows.is_addressable(chunk.group) and isinstance(memory, StagedMemory):
+        return memory.begin_read(chunk.group, rows.pick(chunk.group, chunk.first, chunk.last), target, rows.ready)
+    store_rows(rows, chunk, target)
+    return EndedCopy()
+
+
+def begin_load(rows: TokenRows, chunk: Chunk, source: Bytes) -> RowCopy:
+    """Copy from memory of their size to a chunk's rows; or begin to, where their owner can."""
+    memory = rows.memory
+    if not rows.is_addressable(chunk.group) and isinstance(memory, StagedMemory):
+        return memory.begin_write(chunk.group, rows.pick(chunk.group, chunk.first, chunk.last), source, rows.ready)
+    load_rows(rows, chunk, source)
+    return EndedCopy()
 
 
 def store_rows(rows: TokenRows, chunk: Chunk, target: Bytes) -> None:

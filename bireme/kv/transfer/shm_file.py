@@ -19,8 +19,8 @@ import numpy as np
 
 from bireme.errors import BiremeError, ResourceExhaustedError, UnavailableError
 from bireme.kv.transfer.chunks import Chunk
-from bireme.kv.transfer.memory import TokenRows
-from bireme.kv.transfer.row_copies import Bytes, load_rows, store_rows
+from bireme.kv.transfer.memory import Bytes, TokenRows
+from bireme.kv.transfer.row_copies import load_rows, store_rows
 
 SHM_DIR = Path("/dev/shm")
 _PAGE = mmap.PAGESIZE

@@ -14,6 +14,7 @@ from bireme.engines.torch.pools import row_copies
 from bireme.engines.torch.pools.block_mover import _runs, page_locked
 from bireme.engines.torch.pools.kv_store import KvStore, group_layers
 from bireme.engines.torch.pools.row_copies import RowCopies, staging_memory
+from bireme.kv.transfer.memory import zero_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -70,7 +71,30 @@ def test_more_than_a_chunk_is_copied_through_memory_of_its_own(store, monkeypatc
     data = copies.read(0, ROWS, None).tobytes()
     copies.write(0, ROWS[::-1].copy(), memoryview(data), None)
     assert copies.read(0, ROWS[::-1].copy(), None).tobytes() == data
-    assert copies.staging_bytes == 64
+    assert sum(copies.staging_bytes.values()) == 64
+
+
+def test_copies_that_are_begun_end_in_their_order(store, copies):
+    size = len(ROWS) * store.groups[0].bytes_per_token
+    host = zero_pages(2 * size)
+    first, second = np.frombuffer(host, np.uint8)[:size], np.frombuffer(host, np.uint8)[size:]
+    wanted = copies.read(0, ROWS, None).tobytes()
+    copies.page_lock(np.frombuffer(host, np.uint8))
+    copies.begin_read(0, ROWS, first, None)
+    copies.begin_write(0, ROWS[::-1].copy(), first, None)
+    last = copies.begin_read(0, ROWS[::-1].copy(), second, None)
+    last.wait()
+    assert last.is_done() and first.tobytes() == second.tobytes() == wanted
+    copies.page_unlock(np.frombuffer(host, np.uint8))
+
+
+def test_memory_of_a_transfer_s_own_is_counted_by_its_kind(copies):
+    told = []
+    copies.on_change = lambda: told.append(sum(copies.staging_bytes.values()))
+    before, memory = sum(copies.staging_bytes.values()), np.frombuffer(zero_pages(1 << 20), np.uint8)
+    copies.page_lock(memory)
+    copies.page_unlock(memory)
+    assert told == [before + (1 << 20), before]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here page-locked memory can be had")

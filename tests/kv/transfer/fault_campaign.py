@@ -45,6 +45,7 @@ from bireme.kv.transfer.nixl import MODULES, NixlBackend
 from bireme.kv.transfer.shm_file import sweep
 from tests.kv.transfer.kv_side import (
     LAYOUT,
+    NIXL,
     Calls,
     Fetching,
     Side,
@@ -55,7 +56,8 @@ from tests.kv.transfer.kv_side import (
     wait_until,
 )
 
-BACKENDS = {"shm": 3, "mapped": 3, "nixl": 1, "cuda_ipc": 2, "fake": 1}  # and each one's part; NIXL takes longest
+# Each one's part; NIXL takes longest.
+BACKENDS = {"shm": 3, "mapped": 3, "nixl": 1, "staged": 1, "cuda_ipc": 2, "fake": 1}
 # Descriptors that UCX's connections may have come to hold: it makes one when two agents first need it, of up to five
 # descriptors, and closes it when its peer's end is noticed. The last lives of both far sides may not have been yet.
 FEW = 10
@@ -190,11 +192,11 @@ class Campaign:
             "exporter hangs": (0.3, self._exporter_hangs),
             "importer hangs": (0.3, self._importer_hangs),
         }
-        if self._backend in MAPPED:  # their owner copies no rows
+        if self._backend in (*MAPPED, "staged"):  # their owner copies no rows, or into a pool
             del found["torn read"], found["torn write"]
         if self._backend == "shm":
             found["full disk"] = (6, self._full_disk)
-        if self._backend == "nixl":
+        if self._backend in NIXL:
             found["broken UCX"] = (0.3, self._broken_ucx)
             found["unusable UCX address"] = (4, self._unusable_address)
         return found
@@ -763,7 +765,7 @@ def share_of(backend: str, num_faults: int, backends: Collection[str] = BACKENDS
 
 def backends_here() -> list[str]:
     has_nixl = any(find_spec(name) for name in MODULES)
-    return [name for name in BACKENDS if name != "nixl" or has_nixl]
+    return [name for name in BACKENDS if name not in NIXL or has_nixl]
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ needs_nixl = pytest.mark.skipif(
 needs_cuda = pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no GPU")
 LAYOUT = KvLayout("tiny", "float32", (GroupLayout(0, (64, 64)), GroupLayout(16, (32,))))
 DEPLOYMENT_KEY = b"k" * 32
+NIXL = ("nixl", "staged", "vram", "staged_vram")
 CHUNK_BYTES = 1024  # 8 tokens of the first group
 
 
@@ -168,16 +169,21 @@ def pool_of(backend: str, folder: Path, layout: KvLayout) -> Any:
         return shared_pools.FilePool(folder, layout)
     if backend == "mapped":
         return shared_pools.SharedPool(layout)
-    return shared_pools.CudaPool() if backend in ("cuda", "vram") else None
+    if backend == "staged":
+        return shared_pools.StagedPool(layout)
+    return shared_pools.CudaPool() if backend in ("cuda", "vram", "staged_vram") else None
 
 
 def backend_of(name: str, run_dir: Path, worker: str, life: int, host: str = "") -> Backend:
-    """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's, `vram` is nixl with one.
+    """`cuda` is cuda_ipc with a GPU's memory in place of the stand-in's.
 
+    `staged` is nixl through host memory, with a stand-in for a GPU's memory, and `staged_vram` with one; `vram` is nixl
+    out of that itself.
     `shm` is without a pool that others map, and so through files; `mapped` is shm with one.
     """
-    if name in ("nixl", "vram"):
-        return NixlBackend(worker, between_hosts=bool(host) and needs_curve(f"tcp://{host}:0"))
+    if name in NIXL:
+        between_hosts = bool(host) and needs_curve(f"tcp://{host}:0")
+        return NixlBackend(worker, between_hosts=between_hosts, staging="never" if name == "vram" else "auto")
     shm = ShmBackend(run_dir, worker, life)
     return MappedBackend(MemoryKind.VRAM if name in ("cuda_ipc", "cuda") else MemoryKind.DRAM, shm)
 
@@ -273,13 +279,12 @@ class Side:
         return fetching
 
     def room_in_use(self) -> int:
-        """Return the bytes to which exporters may be writing: 0 once all transfers have ended."""
-        staging = getattr(self.transfer._backend, "_staging", None)
-        if staging is None:
-            return 0
+        """Return the bytes to which exporters may be writing, and those that are sent: 0 after all transfers."""
+        backend: Any = self.transfer._backend
+        areas = [area for name in ("_staging", "_ring") if (area := getattr(backend, name, None)) is not None]
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not staging.used_bytes)
-        return staging.used_bytes
+            wait_until(lambda: not any(area.used_bytes for area in areas))
+        return sum(area.used_bytes for area in areas)
 
     def lease_counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self.transfer._table.counts().items() if count}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,86 @@ class _MappedFiles:
         self.wait()
         self._arrays = []
         self._pool.num_open -= 1
+
+
+class StagedPool(_Pool):
+    """A stand-in for a GPU's pools whose rows pass through host memory, one tensor a group; a copy ends when it is
+    waited for, or at the second look."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        super().__init__()
+        self.arrays = [[np.zeros((NUM_ROWS, group.bytes_per_token), np.uint8)] for group in layout.groups]
+        self._memory = HostMemory(self.arrays)
+        self.regions = tuple(
+            tuple(replace(region, kind=MemoryKind.VRAM) for region in group) for group in self._memory.regions
+        )
+        self.copy_delay_s, self.began = 0.0, threading.Event()
+        self.num_locked, self.num_begun = 0, 0
+        self._begun: deque[_BegunCopy] = deque()
+        self._lock = threading.Lock()
+
+    def put(self, group: int, rows: np.ndarray, data: np.ndarray | int) -> None:
+        self.arrays[group][0][rows] = data
+
+    def get(self, group: int, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.arrays[group][0][rows])
+
+    def wait(self, ready: Any) -> None: ...
+
+    def read(self, group: int, rows: np.ndarray, ready: Any = None) -> memoryview:
+        return self._memory.read(group, rows)
+
+    def room(self, group: int, num_rows: int) -> memoryview:
+        return self._memory.room(group, num_rows)
+
+    def write(self, group: int, rows: np.ndarray, data: memoryview, ready: Any = None) -> None:
+        self._memory.write(group, rows, data)
+
+    def page_lock(self, memory: np.ndarray) -> None:
+        self.num_locked += 1
+
+    def page_unlock(self, memory: np.ndarray) -> None:
+        self.num_locked -= 1
+
+    def begin_read(self, group: int, rows: np.ndarray, target: np.ndarray, ready: Any) -> _BegunCopy:
+        def copy() -> None:
+            target[:] = np.frombuffer(self.read(group, rows), np.uint8)
+
+        return self._begin(copy)
+
+    def begin_write(self, group: int, rows: np.ndarray, source: np.ndarray, ready: Any) -> _BegunCopy:
+        return self._begin(lambda: self.write(group, rows, memoryview(source)))
+
+    def _begin(self, copy: Callable[[], None]) -> _BegunCopy:
+        self.began.set()
+        self.num_begun += 1
+        begun = _BegunCopy(self, copy)
+        self._begun.append(begun)
+        return begun
+
+    def end(self, last: _BegunCopy) -> None:
+        """Copy what was begun, in its order, up to one."""
+        with self._lock:
+            while not last.has_ended:
+                first = self._begun.popleft()
+                time.sleep(self.copy_delay_s)
+                first.copy()
+                first.has_ended = True
+
+
+class _BegunCopy:
+    def __init__(self, pool: StagedPool, copy: Callable[[], None]) -> None:
+        self._pool, self.copy = pool, copy
+        self.has_ended, self._num_looks = False, 0
+
+    def is_done(self) -> bool:
+        self._num_looks += 1
+        if self._num_looks > 1:
+            self.wait()
+        return self.has_ended
+
+    def wait(self) -> None:
+        self._pool.end(self)
 
 
 class SharedPool(_Pool, HostPool):

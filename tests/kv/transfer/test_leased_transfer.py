@@ -51,10 +51,12 @@ on_all = pytest.mark.parametrize(
     [
         "shm",
         pytest.param("nixl", marks=needs_nixl),
+        pytest.param("staged", marks=needs_nixl),
         "cuda_ipc",
         "mapped",
         pytest.param("cuda", marks=needs_cuda),
         pytest.param("vram", marks=[needs_nixl, needs_cuda]),
+        pytest.param("staged_vram", marks=[needs_nixl, needs_cuda]),
     ],
 )
 on_both = pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl)])
@@ -355,7 +357,10 @@ def test_a_cancel_while_prefill_copies_stops_the_copy(prefill, decode, tmp_path)
     wait_until(lambda: prefill.num_released == 1 and not files_of(tmp_path, "prefill"))
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("nixl", marks=needs_nixl), "cuda_ipc", "mapped"])
+@pytest.mark.parametrize(
+    "backend",
+    ["shm", pytest.param("nixl", marks=needs_nixl), pytest.param("staged", marks=needs_nixl), "cuda_ipc", "mapped"],
+)
 def test_a_cancel_while_decode_writes_ends_after_the_write(prefill, decode, tmp_path):
     fetching = decode.fetch(prefill.export(1000), write_delay_s=0.02)
     assert fetching.began_writing.wait(60)

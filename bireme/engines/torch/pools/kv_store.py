@@ -20,7 +20,7 @@ from bireme.engines.torch.pools.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.pools.row_copies import RowCopies
 from bireme.kv.blocks.block_pool import NULL
 from bireme.kv.transfer.base import GroupLayout, KvLayout
-from bireme.kv.transfer.memory import NOT_HELD, MemoryKind, Region, Rows, TokenRows, zero_pages
+from bireme.kv.transfer.memory import NOT_HELD, Bytes, MemoryKind, Region, RowCopy, Rows, TokenRows, zero_pages
 from bireme.kv.transfer.wire import SharedMemory
 
 if TYPE_CHECKING:
@@ -118,6 +118,18 @@ class KvStore:
 
     def write(self, group: int, rows: Rows, data: memoryview, ready: Any = None) -> None:
         self.copies.write(group, rows, data, ready)
+
+    def page_lock(self, memory: Bytes) -> None:
+        self.copies.page_lock(memory)
+
+    def page_unlock(self, memory: Bytes) -> None:
+        self.copies.page_unlock(memory)
+
+    def begin_read(self, group: int, rows: Rows, target: Bytes, ready: Any) -> RowCopy:
+        return self.copies.begin_read(group, rows, target, ready)
+
+    def begin_write(self, group: int, rows: Rows, source: Bytes, ready: Any) -> RowCopy:
+        return self.copies.begin_write(group, rows, source, ready)
 
     def shared(self) -> SharedMemory | None:
         if self.device.type == "cpu":
