@@ -14,6 +14,7 @@ from bireme.engine_kinds import ENGINE_KINDS, EngineKind, EngineName
 from bireme.errors import ConfigError
 from bireme.settings import (
     HARMLESS,
+    DiscoveryConfig,
     Duration,
     Engines,
     Instances,
@@ -428,24 +429,6 @@ class VideoConfig(Settings, frozen=True, kw_only=True):
     max_folder_bytes: Positive = 10 << 30  # above it the oldest results are removed
     max_jobs: Positive = 10_000  # jobs that are kept; above it the oldest finished ones are removed
     public_url: str = ""  # beginning of URLs of results, https://videos.example.com; "": the frontend's own address
-
-
-class DiscoveryConfig(Settings, frozen=True, kw_only=True):
-    """How servers of one model find each other's workers; serve.py --discovery sets it for a launch."""
-
-    # static: a server knows the recipe's workers, which are its own; the others hold what all servers share
-    backend: Literal["static", "directory", "etcd"] = "static"
-    folder: str = ""  # directory: on one host or a shared file system, of one user, with nothing else in it
-    endpoints: tuple[str, ...] = ()  # etcd: http://host:2379 or https://...; one after the other until one answers
-    prefix: str = "bireme"  # etcd: of all keys
-    ca_cert: str = ""  # etcd over https: file; "": the system's authorities
-    cert: str = ""  # etcd over https: the client's certificate, with cert_key
-    cert_key: str = ""
-    lease_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] = 10.0  # a worker that was silent for so long is gone
-
-    @property
-    def is_shared(self) -> bool:
-        return self.backend != "static"
 
 
 class MemoryServiceConfig(Settings, frozen=True, kw_only=True):

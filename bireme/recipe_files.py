@@ -32,7 +32,6 @@ from bireme.config import (
     UNREAD_EVENTS_REMEDY,
     WORKER_STAGES,
     BusyRule,
-    DiscoveryConfig,
     EngineConfig,
     GrpcTlsConfig,
     Recipe,
@@ -43,8 +42,10 @@ from bireme.conversion import convert, keys_of
 from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
 from bireme.metrics import MAX_BUCKETS, TABLE
+from bireme.settings import DiscoveryConfig
 
 logger = logging.getLogger("bireme.recipe_files")
+_SERVICE = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?")
 _NO_INSTANCES = (
     "this key was removed, a worker has one stub; leave it out. Many streams of decode's own clients: use generate,"
     " which takes input_ids and gives output_ids, with pipeline.instances.generate, or raise workers.decode.replicas"
@@ -269,12 +270,14 @@ def _check_events(recipe: Recipe) -> None:
 
 
 def _check_discovery(discovery: DiscoveryConfig) -> None:
-    needed = {"directory": "folder", "etcd": "endpoints"}.get(discovery.backend)
+    needed = {"directory": "folder", "etcd": "endpoints", "kubernetes": "service"}.get(discovery.backend)
     if needed and not getattr(discovery, needed):
         raise ConfigError(f"discovery.{needed}: missing; discovery.backend {discovery.backend} needs it")
     for endpoint in discovery.endpoints:
         if not re.fullmatch(r"https?://[^/\s]+:\d+", endpoint):
             raise ConfigError(f"discovery.endpoints: {endpoint}; write http://host:2379 or https://host:2379")
+    if discovery.service and not _SERVICE.fullmatch(discovery.service):
+        raise ConfigError(f"discovery.service: {discovery.service}; write a Service's NAME, or NAME.NAMESPACE")
     if bool(discovery.cert) != bool(discovery.cert_key):
         raise ConfigError("discovery: cert and cert_key belong together; give both or none")
 

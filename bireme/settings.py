@@ -40,3 +40,24 @@ HARMLESS = Rule("harmless")
 StagingChoice = Literal["auto", "always", "never"]
 _TRTLLM_STAGES = Rule("refused", "TensorRT-LLM stages KV itself; remove it", ("auto",))
 Staging = Annotated[StagingChoice, Engines(trtllm=_TRTLLM_STAGES)]
+
+
+class DiscoveryConfig(Settings, frozen=True, kw_only=True):
+    """How servers of one model find each other's workers; serve.py --discovery sets it for a launch."""
+
+    # static: a server knows the recipe's workers, which are its own; the others hold what all servers share
+    backend: Literal["static", "directory", "etcd", "kubernetes"] = "static"
+    folder: str = ""  # directory: on one host or a shared file system, of one user, with nothing else in it
+    endpoints: tuple[str, ...] = ()  # etcd: http://host:2379 or https://...; one after the other until one answers
+    prefix: str = "bireme"  # etcd: of all keys
+    ca_cert: str = ""  # etcd over https: file; "": the system's authorities
+    cert: str = ""  # etcd over https: the client's certificate, with cert_key
+    cert_key: str = ""
+    service: str = ""  # kubernetes: of the pods with workers, NAME or NAME.NAMESPACE; without: the own pod's namespace
+    # kubernetes: folder of the pod's token, ca.crt and namespace
+    service_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+    lease_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] = 10.0  # a worker that was silent for so long is gone
+
+    @property
+    def is_shared(self) -> bool:
+        return self.backend != "static"

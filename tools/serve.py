@@ -267,7 +267,8 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--discovery", metavar="ADDRESS",
-        help="where servers of one model find each other: a folder that all see, or etcd://host:2379[,host2:2379]",
+        help="where servers of one model find each other: a folder that all see, etcd://host:2379[,host2:2379], or in"
+        " Kubernetes kubernetes://SERVICE[.NAMESPACE]",
     )  # fmt: skip
     parser.add_argument(
         "--advertise", default="", metavar="HOST[:PORT]",
@@ -323,7 +324,13 @@ def settings_of(options: argparse.Namespace, run_folder: RunFolder) -> Deploymen
         os.environ["OTEL_EXPORT_ENABLED"] = "1"  # of everything that is started
     hosts = hosts_of(options)
     has_keys = bool(options.api_keys or os.environ.get("BIREME_API_KEYS") or recipe.frontend.api_keys)
-    check_openings(hosts, recipe, has_keys=has_keys and not options.triton_without_keys, advertise=options.advertise)
+    check_openings(
+        hosts,
+        recipe,
+        has_keys=has_keys and not options.triton_without_keys,
+        advertise=options.advertise,
+        health_host=host_in(options.health_host),
+    )
     advertised = advertised_address(options.advertise or hosts.grpc, options.grpc_port)
     return DeploymentSettings(
         recipe=recipe,

@@ -24,11 +24,12 @@ from benchmarks.chaos.launch import STOP_S, Launch, NotStartedError
 from benchmarks.chaos.nats import NatsProcess
 from benchmarks.chaos.topologies import Topology
 from benchmarks.load.load_process import CHECKOUT
-from bireme.config import DiscoveryConfig, stage_of
+from bireme.config import stage_of
 from bireme.conversion import convert
 from bireme.discovery.store import RecordStore, parse_address
 from bireme.discovery.view import create_store
 from bireme.launch import free_port
+from bireme.settings import DiscoveryConfig
 
 NAME = "cluster"
 LAUNCHES = ("a", "b")

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bireme import private_files
-from bireme.config import DiscoveryConfig
 from bireme.discovery.records import WorkerRecord, open_record, seal_record
 from bireme.discovery.run_folder import check_private, make_private
 from bireme.discovery.store import FOLDER_REMEDY, Refused, StoreError, taken
 from bireme.errors import ConfigError
+from bireme.settings import DiscoveryConfig
 
 LOOK_S = 0.5
 _REMOVED_AFTER = 10  # leases without a heartbeat
@@ -46,6 +46,8 @@ class _Sighting:
 
 class DirectoryStore:
     """RecordStore."""
+
+    problem = ""
 
     def __init__(self, config: DiscoveryConfig, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         """`key`: the deployment's."""

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from bireme.config import DiscoveryConfig
 from bireme.discovery.records import WorkerRecord, open_record, seal_record
 from bireme.discovery.store import Refused, StoreError, taken
 from bireme.errors import ConfigError
+from bireme.settings import DiscoveryConfig
 
 TIMEOUT_S = 2.0  # of a call
 _SETTLE_S = 0.02  # changes come together: a server has several workers
@@ -29,6 +29,8 @@ logger = logging.getLogger("bireme.discovery")
 
 class EtcdStore:
     """RecordStore."""
+
+    problem = ""
 
     def __init__(self, config: DiscoveryConfig, key: bytes) -> None:
         """`key`: the deployment's. Raises ConfigError."""

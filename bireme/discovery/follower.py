@@ -84,11 +84,10 @@ class Follower:
 
     def _take(self, read: Records) -> None:
         now = time.monotonic()
-        if self._failing_since:
-            logger.info("discovery_current_again after_s=%.1f", now - self._failing_since)
-            self._kept_until = now + self._lease_s
-        self._problem, self._failing_since = "", 0.0
-        self._on_stale(False)
+        if problem := self._store.problem:
+            self._note_failure(problem)
+        else:
+            self._note_success(now)
         missed = {name: self._missed.get(name, now) for name in self._records if name not in read}
         is_patient = now < self._kept_until
         kept = [name for name, since in missed.items() if is_patient and now < since + self._lease_s]
@@ -97,6 +96,13 @@ class Follower:
         if records != self._records:
             self._records = records
             self._on_change(records)
+
+    def _note_success(self, now: float) -> None:
+        if self._failing_since:
+            logger.info("discovery_current_again after_s=%.1f", now - self._failing_since)
+            self._kept_until = now + self._lease_s
+        self._problem, self._failing_since = "", 0.0
+        self._on_stale(False)
 
     def _note_failure(self, problem: str) -> None:
         if not self._failing_since:

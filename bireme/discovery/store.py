@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from bireme.config import DiscoveryConfig
 from bireme.discovery import run_folder
 from bireme.discovery.records import WorkerRecord
 from bireme.errors import ConfigError, UnavailableError
+from bireme.settings import DiscoveryConfig
 
 FOLDER_REMEDY = "name another in discovery.folder"
 Refused = tuple[WorkerRecord, str]  # a record that nothing may be taken from but its name, and why
@@ -36,6 +36,8 @@ def taken(mine: WorkerRecord, theirs: WorkerRecord) -> NameTakenError:
 
 class RecordReader(Protocol):
     """Of one thread but for `close`. All raise StoreError."""
+
+    problem: str  # why the last read may lack somebody, although it went well
 
     def read(self) -> dict[str, WorkerRecord]:
         """Return by id the workers whose leases last. What can't be read is logged once."""
@@ -64,8 +66,8 @@ def shared_key(config: DiscoveryConfig) -> bytes:
         return _folder_key(Path(config.folder), key)
     if key is None:
         raise ConfigError(
-            "BIREME_KEY: not set; servers and frontends that share discovery through etcd must have one key:"
-            " `openssl rand -hex 32` makes one, give it to all of them"
+            f"BIREME_KEY: not set; servers and frontends that share discovery through {config.backend} must have one"
+            " key: `openssl rand -hex 32` makes one, give it to all of them"
         )
     return key
 
@@ -83,14 +85,21 @@ def _folder_key(folder: Path, named: bytes | None) -> bytes:
 
 
 def parse_address(text: str) -> dict[str, Any]:
-    """Return the `discovery` block for a folder or etcd://host:2379,host2[/prefix]. Raises ConfigError."""
+    """Return the `discovery` block for a folder, etcd://host:2379,host2[/prefix] or kubernetes://SERVICE[.NAMESPACE].
+
+    Raises ConfigError.
+    """
     scheme, separator, location = text.partition("://")
     if not separator:
         if not text.startswith("/"):
             raise ConfigError(f"--discovery: {text}; give an absolute folder, or etcd://host:2379")
         return {"backend": "directory", "folder": text}
+    if scheme == "kubernetes" and location:
+        return {"backend": "kubernetes", "service": location}
     if scheme not in ("etcd", "etcds"):
-        raise ConfigError(f"--discovery: {text}; give an absolute folder, etcd://host:2379 or etcds://host:2379")
+        raise ConfigError(
+            f"--discovery: {text}; give an absolute folder, etcd://host:2379, etcds://host:2379 or kubernetes://SERVICE"
+        )
     hosts, _, prefix = location.partition("/")
     protocol = "https" if scheme == "etcds" else "http"
     endpoints = [f"{protocol}://{host if ':' in host else f'{host}:2379'}" for host in hosts.split(",") if host]

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from bireme.config import DiscoveryConfig, Recipe, worker_id
+from bireme.config import Recipe, worker_id
 from bireme.discovery import live_settings, run_folder
 from bireme.discovery.follower import Follower, OnChange, Records
 from bireme.discovery.records import LaunchFacts, WorkerRecord, host_id, key_id, launch_id, own_address
@@ -25,6 +25,7 @@ from bireme.discovery.store import RecordReader, RecordStore, shared_key
 from bireme.errors import ConfigError, NotFoundError
 from bireme.messages import VERSION
 from bireme.metrics import Registry
+from bireme.settings import DiscoveryConfig
 
 _TEXT_STAGES = ("prefill", "decode", "multimodal_encoder", "embedding")
 LOOK_S = 0.5
@@ -33,6 +34,8 @@ logger = logging.getLogger("bireme.discovery")
 
 class OwnWorkers:
     """RecordReader of the recipe's workers on this server."""
+
+    problem = ""
 
     def __init__(self, recipe: Recipe, folder: Path | None) -> None:
         """`folder`: the run folder; None: out of reach, only names are known."""
@@ -220,13 +223,19 @@ def _may_concern(record: WorkerRecord, recipe: Recipe, but_server: str = "") -> 
 
 
 def discover(
-    recipe: Recipe, server: str | None, folder: Path | None = None, metrics: Registry | None = None
+    recipe: Recipe,
+    server: str | None,
+    folder: Path | None = None,
+    metrics: Registry | None = None,
+    shared: RecordStore | None = None,
 ) -> WorkerView:
     """Return a recipe's view. Raises ConfigError.
 
     `server`: the own tritonserver's gRPC address; None: there is none. `folder`: its run folder, if in reach.
+    `shared`: the recipe's shared store; None: it is made.
     """
-    shared = create_store(recipe.discovery) if recipe.discovery.is_shared else None
+    if shared is None and recipe.discovery.is_shared:
+        shared = create_store(recipe.discovery)
     if server is None and shared is None:
         raise ConfigError(f"{recipe.name}: no server's address, and discovery.backend is static; give one of them")
     own = OwnWorkers(recipe, folder) if server is not None else None
@@ -244,6 +253,10 @@ def create_store(config: DiscoveryConfig) -> RecordStore:
         from bireme.discovery.etcd import EtcdStore
 
         return EtcdStore(config, key)
+    if config.backend == "kubernetes":
+        from bireme.discovery.kubernetes import open_store
+
+        return open_store(config, key)
     raise ConfigError("discovery.backend: static has nothing that servers share; choose directory or etcd")
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from bireme.child_process import Backoff
 from bireme.config import CHECKOUT, Recipe
 from bireme.discovery.directory import LOOK_S
+from bireme.discovery.kubernetes import AT
 from bireme.discovery.records import LaunchFacts, WorkerRecord
 from bireme.discovery.run_folder import ask_drain, is_draining, named_key
 from bireme.discovery.store import shared_key
@@ -49,6 +50,7 @@ from bireme.launch.ports import LOOPBACK, Hosts, Listener, Ports, is_every_addre
 from bireme.launch.preflight import check_all, unkept_code
 from bireme.launch.repository import link_models, python_models, used_models
 from bireme.launch.run_folder import RunFolder
+from bireme.launch.told_records import ToldRecords
 from bireme.launch.tritonserver import (
     Server,
     ServerDiedError,
@@ -122,6 +124,7 @@ class Deployment:
         self._monitor: HealthMonitor | None = None
         self._frontend: FrontendProcess | None = None
         self._health: HealthServer | None = None
+        self._told: ToldRecords | None = None  # with discovery in Kubernetes
         self._begun = contextlib.ExitStack()  # ends what `start` has begun beside server and frontend
         self._folder_problem = ""
         self._touch_at = time.monotonic() + _TOUCH_S
@@ -160,18 +163,26 @@ class Deployment:
         self.run_folder.remember()
         self._console.event("starting", recipe=settings.recipe.name, tritonserver=self._installation.binary)
         page = gateways_page(settings.recipe, lambda: self._server)
-        self._health = HealthServer(settings.health_host, settings.health_port, self._live, self._ready, page)
+        if settings.recipe.discovery.backend == "kubernetes":
+            self._told = ToldRecords(settings.recipe.discovery, bytes.fromhex(self._key), self.run_folder.path)
+        records = self._told.routes if self._told is not None else {}
+        self._health = HealthServer(settings.health_host, settings.health_port, self._live, self._ready, page, records)
         self._begun.callback(self._health.stop)
         self._health.start()
+        if self._told is not None:
+            self._told.start(address(settings.health_host, self.health_port), self.threads)
+            self._begun.callback(self._told.stop)
         self._begun.callback(self.threads.start("run-folder", self._keep_run_folder, _RUN_FOLDER_S).stop)
         if settings.admin is not None:
             self._open_door(settings.admin)
         if settings.recipe.discovery.is_shared:
-            self._view = discover(settings.recipe, self._address, self.run_folder.path)
+            told = self._told.store() if self._told is not None else None
+            self._view = discover(settings.recipe, self._address, self.run_folder.path, shared=told)
             self._begun.callback(self._view.stop)
             self._view.watch(self._take_view)
         if settings.frontend is not None:
-            environment = dict(settings.frontend.environment) | {"BIREME_KEY": self._key, **self.facts.environment()}
+            own = {"BIREME_KEY": self._key, **self.facts.environment(), **self._records_at()}
+            environment = dict(settings.frontend.environment) | own
             frontend = dataclasses.replace(settings.frontend, environment=environment)
             self._frontend = FrontendProcess(frontend, self._console, self.threads)
             self._frontend.spawn()  # it takes as long as the models' load: side by side
@@ -289,6 +300,10 @@ class Deployment:
     def _address(self) -> str:
         return self.settings.advertise or address(self.settings.hosts.grpc, self.settings.ports.grpc)
 
+    def _records_at(self) -> dict[str, str]:
+        """Return the variable by which processes of the launch find the records that it has."""
+        return {AT: self._told.at} if self._told is not None else {}
+
     def _announce_end(self) -> None:
         """Have other servers send nothing new, and wait until they know."""
         view = self._view
@@ -386,6 +401,7 @@ class Deployment:
             "BIREME_KEY": self._key,
             "BIREME_ADVERTISE": self._address,
             **self.facts.environment(),
+            **self._records_at(),
             **settings.environment,
         }
         return ServerOptions(

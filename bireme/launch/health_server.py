@@ -1,7 +1,7 @@
 """A small HTTP endpoint for probes, apart from Triton's own, which calls a model ready whose stub has died.
 
 `/health/live`: the launcher has not given up (else restart it). `/health/ready`: requests are served. `/metrics`: what
-gateways read, where the recipe asks for it (whole_page.py).
+gateways read, where the recipe asks for it (whole_page.py). `/workers`: with discovery in Kubernetes (told_records.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import ssl
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from bireme.errors import BiremeError
@@ -21,15 +22,24 @@ _CLIENT_S = 10.0  # for a client to send its request
 _ALONE_S = 0.5  # the same, while others wait for its answer
 Report = Callable[[], tuple[bool, dict[str, Any]]]
 Page = Callable[[], bytes]
+Records = Callable[[str, str], tuple[int, bytes, str]]  # If-None-Match, Prefer -> status, JSON, ETag
 
 
 class HealthServer:
     """Answers 200 or 503; body JSON, of /metrics Prometheus' text."""
 
-    def __init__(self, host: str, port: int, live: Report, ready: Report, page: Page | None = None) -> None:
-        """`page`: raises BiremeError while there is none."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        live: Report,
+        ready: Report,
+        page: Page | None = None,
+        records: Mapping[str, Records] = MappingProxyType({}),
+    ) -> None:
+        """`page`: raises BiremeError while there is none. `records`: by path."""
         routes = {"/health/live": live, "/health/ready": ready, "/health": ready}
-        self._server = SmallHttpServer(host, port, _handler(routes, page))
+        self._server = SmallHttpServer(host, port, _handler(routes, page, records))
         self.port = self._server.port
 
     def start(self) -> None:
@@ -79,7 +89,9 @@ class SmallHttpServer(http.server.ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def _handler(routes: dict[str, Report], page: Page | None) -> type[http.server.BaseHTTPRequestHandler]:
+def _handler(
+    routes: dict[str, Report], page: Page | None, records: Mapping[str, Records]
+) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         server_version = "bireme"
         sys_version = ""
@@ -89,9 +101,13 @@ def _handler(routes: dict[str, Report], page: Page | None) -> type[http.server.B
             if page is not None and path == "/metrics":
                 self._show(page)
                 return
-            report, known = routes.get(path), [*routes, *(["/metrics"] if page is not None else [])]
-            is_good, body = report() if report else (False, {"error": f"known paths: {', '.join(known)}"})
-            self._reply(200 if is_good else 503 if report else 404, json.dumps(body).encode(), "application/json")
+            if (tell := records.get(path)) is not None:
+                status, body, etag = tell(self.headers.get("If-None-Match", ""), self.headers.get("Prefer", ""))
+                self._reply(status, body, "application/json", etag)
+                return
+            report, known = routes.get(path), [*routes, *records, *(["/metrics"] if page is not None else [])]
+            is_good, told = report() if report else (False, {"error": f"known paths: {', '.join(known)}"})
+            self._reply(200 if is_good else 503 if report else 404, json.dumps(told).encode(), "application/json")
 
         def _show(self, page: Page) -> None:
             try:
@@ -99,8 +115,10 @@ def _handler(routes: dict[str, Report], page: Page | None) -> type[http.server.B
             except BiremeError as error:
                 self._reply(503, json.dumps({"error": str(error)}).encode(), "application/json")
 
-        def _reply(self, status: int, payload: bytes, kind: str) -> None:
+        def _reply(self, status: int, payload: bytes, kind: str, etag: str = "") -> None:
             self.send_response(status)
+            if etag:
+                self.send_header("ETag", etag)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(payload)))
             self.send_header("Cache-Control", "no-store")

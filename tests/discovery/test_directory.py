@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from bireme.config import DiscoveryConfig
 from bireme.discovery.directory import DirectoryStore
 from bireme.discovery.records import seal_record
 from bireme.discovery.store import NameTakenError, StoreError
+from bireme.settings import DiscoveryConfig
 from tests.discovery.conftest import KEY, by_id, odd_entry, record
 
 LEASE_S = 10.0

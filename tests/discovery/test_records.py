@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bireme.config import DiscoveryConfig
 from bireme.discovery import run_folder
 from bireme.discovery.directory import DirectoryStore
 from bireme.discovery.records import LaunchFacts, WorkerRecord, open_record, seal_record
 from bireme.discovery.store import StoreError
 from bireme.discovery.view import create_store, discover
 from bireme.errors import ConfigError
+from bireme.settings import DiscoveryConfig
 from tests.discovery.conftest import KEY, by_id, record
 from tests.discovery.test_view import recipe
 

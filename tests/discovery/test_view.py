@@ -6,7 +6,7 @@ import os
 import msgspec
 import pytest
 
-from bireme.config import DiscoveryConfig, Recipe
+from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.discovery import run_folder
 from bireme.discovery.directory import DirectoryStore
@@ -15,6 +15,7 @@ from bireme.discovery.store import parse_address, with_discovery
 from bireme.discovery.view import OwnWorkers, WorkerView, admit, discover
 from bireme.errors import ConfigError
 from bireme.metrics import Registry
+from bireme.settings import DiscoveryConfig
 from tests.discovery.conftest import KEY, MemoryStore, by_id, record
 
 
@@ -173,13 +174,14 @@ def test_a_process_without_a_server_needs_a_shared_discovery():
         ("etcd://h", {"backend": "etcd", "endpoints": ["http://h:2379"]}),
         ("etcd://a:1,b/p", {"backend": "etcd", "endpoints": ["http://a:1", "http://b:2379"], "prefix": "p"}),
         ("etcds://h:1", {"backend": "etcd", "endpoints": ["https://h:1"]}),
+        ("kubernetes://chat-workers.llm", {"backend": "kubernetes", "service": "chat-workers.llm"}),
     ],
 )
 def test_an_address_names_a_store(text, block):
     assert parse_address(text) == block
 
 
-@pytest.mark.parametrize("text", ["folder", "http://h:1", "etcd://", "etcd:///prefix"])
+@pytest.mark.parametrize("text", ["folder", "http://h:1", "etcd://", "etcd:///prefix", "kubernetes://"])
 def test_an_address_that_names_none_is_refused(text):
     with pytest.raises(ConfigError, match="--discovery: "):
         parse_address(text)

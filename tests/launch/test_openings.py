@@ -91,3 +91,18 @@ def test_an_old_triton_that_is_opened_warns_with_the_remedy(version, hosts, warn
     warn_of_old_triton(hosts, version, console)
     console.flush()
     assert ("old_triton_open" in written.getvalue()) == ("docker/Dockerfile.triton" in written.getvalue()) == warns
+
+
+def test_in_a_cluster_other_pods_must_reach_grpc_and_the_records(settings, monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    cluster = ("--discovery", "kubernetes://mocker-workers")
+    with pytest.raises(ConfigError, match="other hosts find this server in kubernetes and can't reach its gRPC port"):
+        settings(*cluster)
+    with pytest.raises(ConfigError, match=r"--health-host 127.0.0.1: other pods ask .* \$\(POD_IP\)"):
+        settings(*cluster, "--advertise", "10.1.0.1")
+    assert settings(*cluster, "--advertise", "10.1.0.1", "--health-host", OPEN).health_host == OPEN
+
+
+def test_a_service_that_can_t_be_one_is_refused(settings):
+    with pytest.raises(ConfigError, match="discovery.service: a/b; write a Service's NAME, or NAME.NAMESPACE"):
+        settings("--discovery", "kubernetes://a/b", "--advertise", "10.1.0.1")

@@ -38,9 +38,12 @@ def topology(name: str) -> Topology:
 class TwoServers:
     """`start` once, `stop` once. Their environment is this process's."""
 
-    def __init__(self, folder: Path) -> None:
-        self.shared, self.log, self.port = folder / "shared", folder / "frontend.log", free_port()
-        arguments = ("--discovery", str(self.shared), "--canary-interval=0")
+    def __init__(self, folder: Path, discovery: dict[str, str] | None = None) -> None:
+        """`discovery`: the recipe's block; None: a folder."""
+        self.log, self.port = folder / "frontend.log", free_port()
+        self.discovery = discovery or {"backend": "directory", "folder": str(folder / "shared")}
+        settings = (word for key, value in self.discovery.items() for word in ("--set", f"discovery.{key}={value}"))
+        arguments = ("--canary-interval=0", *settings)
         self.a, self.b = (Launch(topology(name), folder, arguments=arguments, has_frontend=False) for name in "ab")
         self.frontend: subprocess.Popen[bytes] | None = None
 
@@ -51,9 +54,9 @@ class TwoServers:
         for thread in starting:
             thread.join()
         command = [sys.executable, "-m", "bireme.openai", "--recipe", f"recipes/{MODEL}", "--port", str(self.port)]
-        command += ["--discovery", str(self.shared)]
+        override = json.dumps(SETTINGS | {"discovery": self.discovery})
         with self.log.open("wb") as log:
-            environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "BIREME_OVERRIDE": json.dumps(SETTINGS)}
+            environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "BIREME_OVERRIDE": override}
             self.frontend = subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log)
         self.until(lambda: len(self.workers()) == 4)
 

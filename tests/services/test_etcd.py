@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from benchmarks.chaos.etcd import EtcdServer
-from bireme.config import DiscoveryConfig
 from bireme.discovery.etcd import EtcdStore
 from bireme.discovery.follower import Follower
 from bireme.discovery.registration import Registration
 from bireme.discovery.store import NameTakenError, StoreError
+from bireme.settings import DiscoveryConfig
 from tests.discovery.conftest import KEY, by_id, record
 
 LEASE_S = 2.0

@@ -18,7 +18,7 @@ from benchmarks.chaos.cluster import Cluster, ask, topology, wait_for
 from benchmarks.chaos.launch import STOP_S, send_signal
 from benchmarks.chaos.questions import make_questions, mocker_answer
 from benchmarks.load.metrics_page import gauges, read_page
-from bireme.config import DiscoveryConfig
+from bireme.settings import DiscoveryConfig
 from tools import drain
 
 LIMIT_S = 300

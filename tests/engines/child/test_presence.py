@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from bireme.config import DiscoveryConfig, Recipe
+from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.discovery import live_settings, run_folder
 from bireme.discovery.directory import DirectoryStore
@@ -14,6 +14,7 @@ from bireme.discovery.live_settings import LiveSettings
 from bireme.discovery.view import own_record
 from bireme.engines.child.presence import Presence
 from bireme.errors import ConfigError, NotFoundError
+from bireme.settings import DiscoveryConfig
 
 KEY = b"k" * 32
 
