@@ -8,15 +8,19 @@ routers know of them comes late by --lag-ms. The same --seed gives the same figu
     python tools/simulate.py shared_prefix --requests 4000 --rate 12 --workers 8
     python tools/simulate.py agentic --routers 8 --config '{"decode_weight": 0.3}'
     python tools/simulate.py /tmp/dynamo-request-trace.*.jsonl.gz
+    python tools/simulate.py requests/*.jsonl --workers 2,4,8 --modes kv --speed 2     # for twice the traffic
 
-Traces have Mooncake's form (kvcache-ai/Mooncake, FAST25-release/traces), where what came in the same three seconds is
-spread over them, or the request log's, `dynamo.request.trace.v1`, Dynamo's own and compressed ones too. Progress goes
-to stderr; the table comes first, the last line of stdout is one JSON document.
+Good are requests within --slo-ttft-ms and --slo-itl-ms. Traces have Mooncake's form (kvcache-ai/Mooncake,
+FAST25-release/traces), where what came in the same three seconds is spread over them, or the request log's,
+`dynamo.request.trace.v1`, Dynamo's own and compressed ones too. Progress goes to stderr; the table comes first, the
+last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -28,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 
 import numpy as np
 
-from benchmarks.options import chosen
+from benchmarks.options import chosen, numbers
 from benchmarks.simulation.cluster import ClusterSettings, Outcome, simulate
 from benchmarks.simulation.trace import (
     GENERATORS,
@@ -48,7 +52,7 @@ MODES = tuple(mode for mode in get_args(RoutingMode) if mode != "direct")
 COLUMNS = {
     "ttft_p50_ms": "TTFT p50", "ttft_p99_ms": "p99 ms", "itl_p50_ms": "ITL p50", "itl_p99_ms": "p99 ms",
     "hit_rate": "hit rate", "hits_of_endless": "of endless", "load_cov": "load CoV", "tokens_per_s": "tokens/s",
-    "goodput_per_s": "goodput/s",
+    "goodput_per_s": "goodput/s", "good_share": "good share",
 }  # fmt: skip
 
 
@@ -57,12 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         router = convert(json.loads(options.config), RouterConfig, "--config")
         trace = load(options)
+        if min(options.workers) < 1:
+            raise ValueError(f"--workers {min(options.workers)}: 1 or more")
     except (ConfigError, ValueError, OSError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     requests, size = trace.requests, trace.tokens_per_block
     settings = ClusterSettings(
-        num_workers=options.workers,
+        num_workers=options.workers[0],
         num_routers=options.routers,
         num_blocks=options.blocks * TOKENS_PER_BLOCK // size,
         tokens_per_block=size,
@@ -77,8 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         itl_s=options.slo_itl_ms / 1e3,
         seed=options.seed,
     )
-    outcomes = [simulate(requests, mode, settings, Progress(mode, len(requests))) for mode in options.modes]
-    rows = [outcome.summary() for outcome in outcomes]
+    outcomes, rows = [], []
+    for mode, workers in itertools.product(options.modes, options.workers):
+        name = mode if len(options.workers) == 1 else f"{mode}, {workers}"
+        sized = dataclasses.replace(settings, num_workers=workers)
+        outcomes.append((name, simulate(requests, mode, sized, Progress(name, len(requests)))))
+        rows.append(outcomes[-1][1].summary() | {"workers": workers})
     print_table(rows)
     if options.plot:
         draw(options.plot, outcomes)
@@ -96,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=12_000, help="how many, at the most")
     parser.add_argument("--rate", type=float, default=3.4, help="generated requests a second")
     parser.add_argument("--speed", type=float, default=1.0, help="how much faster than recorded they come")
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=numbers(int), default=[8], metavar="N,N", help="several: a row for each")
     parser.add_argument("--routers", type=int, default=1, help="each request comes to one of them")
     parser.add_argument(
         "--blocks", type=int, default=16_384, help=f"of {TOKENS_PER_BLOCK} tokens, that a worker can hold"
@@ -155,16 +165,16 @@ class Progress:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"{'mode':<14}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
+    print(f"{'mode':<14}{'workers':>8}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
     for row in rows:
         print(
-            f"{row['mode']:<14}"
+            f"{row['mode']:<14}{row['workers']:>8}"
             + "".join(f"{row[name]:>12,.3g}" if row[name] < 10 else f"{row[name]:>12,.0f}" for name in COLUMNS)
         )
 
 
-def draw(path: str, outcomes: Sequence[Outcome]) -> None:
-    """Write a PNG. Says so where there is no matplotlib."""
+def draw(path: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:
+    """Write a PNG of outcomes by name. Says so where there is no matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -175,16 +185,16 @@ def draw(path: str, outcomes: Sequence[Outcome]) -> None:
 
     figure, axes = pyplot.subplots(1, 5, figsize=(22, 4))
     for axis, title, values in (
-        (axes[0], "TTFT, ms", [outcome.ttft_s for outcome in outcomes]),
-        (axes[1], "ITL of a request, ms", [outcome.itl_s for outcome in outcomes]),
+        (axes[0], "TTFT, ms", [outcome.ttft_s for _, outcome in outcomes]),
+        (axes[1], "ITL of a request, ms", [outcome.itl_s for _, outcome in outcomes]),
     ):
-        for outcome, one in zip(outcomes, values, strict=True):
-            axis.plot(np.sort(one) * 1e3, np.linspace(0, 1, len(one)), label=outcome.mode)
+        for (name, _), one in zip(outcomes, values, strict=True):
+            axis.plot(np.sort(one) * 1e3, np.linspace(0, 1, len(one)), label=name)
         axis.set(title=title, xscale="log", ylabel="share of requests")
         axis.legend()
-    rows = [outcome.summary() for outcome in outcomes]
+    rows = [outcome.summary() for _, outcome in outcomes]
     for axis, name in zip(axes[2:], ("hits_of_endless", "load_cov", "goodput_per_s"), strict=True):
-        axis.bar([str(row["mode"]) for row in rows], [float(row[name]) for row in rows])
+        axis.bar([name for name, _ in outcomes], [float(row[name]) for row in rows])
         axis.set(title=COLUMNS[name])
         axis.tick_params(axis="x", rotation=30)
     figure.tight_layout()
