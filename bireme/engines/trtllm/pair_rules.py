@@ -40,7 +40,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             found += _named(list(_check_events(entry, stage)), stage)
     if is_disaggregated and {"prefill", "decode"} <= entries.keys():
         found += _check_pair(entries["prefill"], entries["decode"])
-        found += _check_shared_devices(entries)
+        if all(entry.replicas for entry in entries.values()):  # else another server has the other stage
+            found += _check_shared_devices(entries)
     return found + list(_check_pictures(recipe))
 
 
@@ -112,8 +113,7 @@ def _check_events(entry: WorkerEntry, stage: str) -> Iterator[Problem]:
 
 def _check_devices(entry: WorkerEntry, stage: str) -> Iterator[Problem]:
     needed = yaml_of(entry, stage).world_size
-    share, rest = divmod(len(entry.devices), entry.replicas)
-    if entry.devices and (share != needed or rest):
+    if entry.devices and entry.replicas and len(entry.devices) != needed * entry.replicas:
         reason = f"{len(entry.devices)} GPUs for {entry.replicas} replica(s) of {needed}"
         remedy = f"name {needed * entry.replicas}, or leave it out where one engine spans nodes"
         yield Problem(("devices",), list(entry.devices), reason, remedy)

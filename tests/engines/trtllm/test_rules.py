@@ -347,6 +347,7 @@ def test_the_default_equals_what_is_written_out():
         ({}, (1, 2), 2, True),
         ({"tensor_parallel_size": 2}, (1, 2, 3), 2, False),
         ({"backend": "_autodeploy", "world_size": 2}, (1, 2), 1, True),
+        ({"tensor_parallel_size": 2}, (1, 2), 0, True),  # another server has them
     ],
 )
 def test_devices_are_as_many_as_the_sizes_multiply_to(sizes, devices, replicas, is_good):
@@ -363,6 +364,11 @@ def test_two_engines_on_one_gpu_share_its_memory():
 
 def test_engines_that_name_no_gpus_take_the_same_ones():
     assert findings({}, {}, {PREFILL: {}, DECODE: {}}) == ["devices"]
+
+
+def test_a_server_that_has_one_of_the_stages_has_its_gpus_alone():
+    same = {PREFILL: {"devices": (0,), "replicas": 0}, DECODE: {"devices": (0,)}}
+    assert findings({}, {}, same) == findings({}, {}, {PREFILL: {}, DECODE: {"replicas": 0}}) == []
 
 
 def test_an_unknown_release_is_refused_and_a_known_one_decides():
