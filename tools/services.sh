@@ -2,6 +2,7 @@
 # Make what tests/services needs beyond `make setup`: programs from Debian, and the package's extra `services`.
 #
 #   sh tools/services.sh                       VENV=.venv sh tools/services.sh
+#   sh tools/services.sh slurm                 # also Slurm and MPI, and the extra `slurm`, for `make soak`
 #
 # Only what is missing is installed, as root or with a sudo that does not ask; otherwise this says what to install.
 set -eu
@@ -10,6 +11,14 @@ VENV=${VENV:-.venv}
 # program=package; both browser packages come from one source, so driver and browser always fit
 PROGRAMS="chromium-headless-shell=chromium-headless-shell chromedriver=chromium-driver etcd=etcd-server nats-server=nats-server prometheus=prometheus prometheus-alertmanager=prometheus-alertmanager"
 DAEMONS="etcd nats-server prometheus"  # their packages would have the machine run them, too
+EXTRA=services
+if [ "${1:-}" = slurm ]; then
+    PATH="$PATH:/usr/sbin"
+    # Slurm opens libpmix.so by that name, which Debian has among what is for developers
+    PROGRAMS="$PROGRAMS slurmctld=slurmctld slurmd=slurmd srun=slurm-client munged=munge mpirun=openmpi-bin /usr/lib/$(uname -m)-linux-gnu/pmix2/lib/libpmix.so=libpmix-dev"
+    DAEMONS="$DAEMONS slurmctld slurmd munge"
+    EXTRA="services slurm"
+fi
 cd "$(dirname "$0")/.."
 
 say() { printf '%s services | %s\n' "$(date +%H:%M:%S)" "$*"; }
@@ -17,7 +26,7 @@ fail() { printf '\nservices: %s\n' "$*" >&2; exit 2; }
 
 missing_packages() {
     for pair in $PROGRAMS; do
-        command -v "${pair%%=*}" >/dev/null || printf '%s ' "${pair##*=}"
+        command -v "${pair%%=*}" >/dev/null || [ -e "${pair%%=*}" ] || printf '%s ' "${pair##*=}"
     done
 }
 
@@ -52,17 +61,19 @@ install_packages() {
 }
 
 install_extra() {
-    stamp="$VENV/.stamp-services-$(cksum <pyproject.toml | cut -d' ' -f1)"
+    stamp="$VENV/.stamp-$1-$(cksum <pyproject.toml | cut -d' ' -f1)"
     [ ! -e "$stamp" ] || return 0
-    say "the package's extra [services]"
+    say "the package's extra [$1]"
     # Its requirements alone: the package is there, and making it again would fetch setuptools.
-    "$VENV/bin/python" -c 'import importlib.metadata as m
-print(*(r.partition(";")[0] for r in m.requires("bireme") if "extra == \"services\"" in r), sep="\n")' >"$VENV/services.txt"
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet -r "$VENV/services.txt" ||
+    "$VENV/bin/python" -c 'import importlib.metadata as m, sys
+print(*(r.partition(";")[0] for r in m.requires("bireme") if f"extra == \"{sys.argv[1]}\"" in r), sep="\n")' "$1" >"$VENV/$1.txt"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet -r "$VENV/$1.txt" ||
         fail "pip could not install the extra; its message stands above"
-    rm -f "$VENV"/.stamp-services-*
+    rm -f "$VENV/.stamp-$1"-*
     : >"$stamp"
 }
 
 install_packages
-install_extra
+for extra in $EXTRA; do
+    install_extra "$extra"
+done

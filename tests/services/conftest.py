@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract.stand_in_workers import STAND_IN
+from tests.server.conftest import write_recipe
 from tests.server.openai_served import Served, served
 from tests.services.playground_page import Page
 from tests.services.playground_servers import PORTS, RECIPE, URL, ScriptedFrontend
+from tests.services.slurm_cluster import Cluster, cluster
 from tools.screenshots import browser
+
+__all__ = ["write_recipe"]  # a fixture
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,3 +75,12 @@ def scripted(scripted_frontend: ScriptedFrontend) -> ScriptedFrontend:
     scripted_frontend.pieces, scripted_frontend.pause_s, scripted_frontend.releases = [], 0.0, None
     scripted_frontend.requests.clear()
     return scripted_frontend
+
+
+@pytest.fixture(scope="package")
+def slurm(tmp_path_factory: pytest.TempPathFactory, sample_model: Callable[[str], Path]) -> Iterator[Cluster]:
+    """A Slurm cluster whose nodes have TensorRT-LLM's stand-in and its launcher."""
+    sample_model("llama")
+    with cluster(tmp_path_factory.mktemp("slurm")) as made:
+        made.add_program("trtllm-llmapi-launch", sys.executable, str(STAND_IN / "launch.py"))
+        yield made

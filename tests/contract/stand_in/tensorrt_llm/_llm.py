@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tensorrt_llm import _contract, _pictures, _settings
+from tensorrt_llm import _contract, _pictures, _settings, _world
 from tensorrt_llm._results import FetchedResult, IterationResult, RequestOutput
 from tensorrt_llm._tracing import Tracer
 from tensorrt_llm._values import RequestError, SamplingParams
@@ -53,6 +53,7 @@ class BaseLLM:
         self.llm_id = f"stand-in-{os.getpid()}"
         self._results: dict[str, IterationResult] = {}
         self._tracer = Tracer(self.args.otlp_traces_endpoint) if self.args.otlp_traces_endpoint else None
+        _world.join(self.args.tensor_parallel_size * self.args.pipeline_parallel_size)
         self._load()
 
     @functools.cached_property
