@@ -82,7 +82,12 @@ def run_together(commands: list[list[str]]) -> int:
     with on_stop_signal(lambda number: stopping.set()):
         while not stopping.wait(0.2) and all(process.poll() is None for process in running):
             pass
-    code = next((process.returncode for process in running if process.returncode is not None), 0)
+    code = 0
+    for number, process in enumerate(running):
+        if process.returncode is not None and not stopping.is_set():
+            code = code or process.returncode
+            told = f"server {number + 1} of {len(running)} has ended with exit code {process.returncode}"
+            print(f"{told}, so all are ended: {shlex.join(commands[number])}", file=sys.stderr)
     for process in running:
         process.terminate()
     for process in running:

@@ -144,6 +144,7 @@ def test_kv_in_shared_memory_keeps_a_recipe_on_one_host(key):
         server_commands(recipe="recipes/tiny-chat-disagg")
 
 
-def test_when_one_command_ends_the_others_are_ended():
+def test_when_one_command_ends_the_others_are_ended_and_it_is_named(capsys):
     waits = ["python3", "-c", "import time; time.sleep(600)"]
     assert serve_nodes.run_together([waits, ["python3", "-c", "raise SystemExit(3)"]]) == 3
+    assert "server 2 of 2 has ended with exit code 3, so all are ended: python3 -c " in capsys.readouterr().err
