@@ -68,6 +68,7 @@ def job(options: argparse.Namespace) -> str:
     lines = ["#!/bin/bash", *header(options, nodes, len(tasks))]
     lines += ["", "set -u", f"cd {shlex.quote(str(CHECKOUT))}", *functions(options), *environment(options, tasks)]
     lines += ["", *(one.line() for one in servers), ""]
+    lines += ["stand_by"] if nodes > 1 else []
     lines += ["wait_ready"]
     if options.run:
         lines += ['mkdir -p "$BIREME_OUT"', options.run, "code=$?", "end", "exit $code"]
@@ -90,12 +91,12 @@ def sweep_of(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
 class Step:
     """One server: its srun line."""
 
-    def __init__(self, words: Sequence[str], first: int, num_nodes: int, ports: tuple[int, int]) -> None:
-        """`first`: of its nodes, where its health and admin `ports` are."""
-        self.words, self.first, self.num_nodes, self.ports = words, first, num_nodes, ports
+    def __init__(self, name: str, words: Sequence[str], first: int, num_nodes: int, ports: tuple[int, int]) -> None:
+        """`first`: of its nodes, where its health and admin `ports` are. `name`: in the job's log."""
+        self.name, self.words, self.first, self.num_nodes, self.ports = name, words, first, num_nodes, ports
 
     def line(self) -> str:
-        return f"start {self.first} {self.ports[0]} {self.ports[1]} {' '.join(map(_word, self.words))}"
+        return f"start {self.name} {self.first} {self.ports[0]} {self.ports[1]} {' '.join(map(_word, self.words))}"
 
 
 def _word(word: str) -> str:
@@ -116,7 +117,7 @@ def alike(recipe: Recipe, options: argparse.Namespace) -> list[Step]:
         serve = [sys.executable, str(CHECKOUT / "tools" / "serve.py"), recipe.folder, *_shared(options, number)]
         if options.servers > 1:
             serve += ["--discovery", "$BIREME_SHARED", "--grpc-host", options.network]
-        steps.append(Step([*place, *serve, "${SETTINGS[@]}"], number, 1, _ports(options, number)))
+        steps.append(Step(f"server-{number}", [*place, *serve, "${SETTINGS[@]}"], number, 1, _ports(options, number)))
     return steps
 
 
@@ -139,7 +140,7 @@ def apart(recipe: Recipe, options: argparse.Namespace) -> list[Step]:
             *_shared(options, number),
             "${SETTINGS[@]}",
         ]
-        steps.append(Step(words, first, part.num_nodes, _ports(options, number)))
+        steps.append(Step(f"{part.stage}-{number}", words, first, part.num_nodes, _ports(options, number)))
         first += part.num_nodes
     return steps
 
@@ -168,6 +169,7 @@ def header(options: argparse.Namespace, nodes: int, num_tasks: int) -> list[str]
         f"#SBATCH --nodes={nodes}",
         f"#SBATCH --time={options.time}",
         "#SBATCH --requeue",
+        *(["#SBATCH --no-kill"] if nodes > 1 else []),  # what runs on the others when one is lost ends first
         f"#SBATCH --signal=B:URG@{options.drain + _END_S}",  # before the time limit
         f"#SBATCH --output={'%x-%A_%a.log' if num_tasks else '%x-%j.log'}",
         "#SBATCH --open-mode=append",
@@ -184,7 +186,8 @@ def environment(options: argparse.Namespace, tasks: Sequence[tuple[str, ...]]) -
     own = " ".join(f"--set {shlex.quote(setting)}" for setting in options.set)
     return [
         "# Servers of a job find each other in a folder that all nodes see, and have one key.",
-        'BIREME_SHARED="${BIREME_SHARED:-$HOME/.bireme-jobs/$SLURM_JOB_ID}"',
+        'BIREME_SHARED="${BIREME_SHARED:-$HOME/.bireme-jobs}/$SLURM_JOB_ID"',
+        'rm -rf "$BIREME_SHARED"  # what a lost node has left',
         'mkdir -p -m 700 "$BIREME_SHARED"',
         'export BIREME_KEY="${BIREME_KEY:-$(openssl rand -hex 32)}"',
         '(umask 077 && openssl rand -hex 32 > "$BIREME_SHARED/admin.key")',
@@ -205,26 +208,30 @@ def functions(options: argparse.Namespace) -> list[str]:
 
 
 _FUNCTIONS = """\
-STEPS=() HEALTH=() DOORS=() NODES=()
+STEPS=() NAMES=() HEALTH=() DOORS=() NODES=()
 for name in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
     NODES+=("$(scontrol show node "$name" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')")
 done
-# start FIRST_NODE HEALTH_PORT ADMIN_PORT COMMAND...
+# start NAME FIRST_NODE HEALTH_PORT ADMIN_PORT COMMAND...
 start() {{
-    HEALTH+=("http://${{NODES[$1]}}:$2/health/ready")
-    DOORS+=("http://${{NODES[$1]}}:$3")
-    shift 3
+    NAMES+=("$1, first node ${{NODES[$2]}}")
+    HEALTH+=("http://${{NODES[$2]}}:$3/health/ready")
+    DOORS+=("http://${{NODES[$2]}}:$4")
+    shift 4
     "$@" &
     STEPS+=($!)
 }}
-# Requests under way end first. srun kills its step when it is told to end, and scancel every process of it.
-end() {{
-    trap '' URG
+drain_all() {{
     for door in "${{DOORS[@]}}"; do
         {python} tools/drain.py --all --wait {drain} --admin "$door" --admin-key-file "$BIREME_SHARED/admin.key" &
         drains+=($!)
     done
     wait "${{drains[@]}}"
+}}
+# Requests under way end first. srun kills its step when it is told to end, and scancel every process of it.
+end() {{
+    trap '' URG
+    drain_all
     kill -TERM "${{STEPS[@]}}" 2>/dev/null
     wait "${{STEPS[@]}}" 2>/dev/null
     rm -rf "$BIREME_SHARED"
@@ -233,17 +240,56 @@ trap 'echo "bireme: told to end"; end; exit 0' URG
 again() {{
     echo "bireme: $1"
     end
-    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
-        echo "bireme: the job is queued again"
-        scontrol requeue "$SLURM_JOB_ID" && exit 0
-    fi
-    echo "bireme: {restarts} restarts are used up"
+    requeue && exit 0
     exit 1
 }}
-all_run() {{ for pid in "${{STEPS[@]}}"; do kill -0 "$pid" 2>/dev/null || return 1; done; }}
+requeue() {{
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+        echo "bireme: the job is queued again"
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "bireme: {restarts} restarts are used up; sbatch it again once its nodes are well"
+        return 1
+    fi
+}}
+# With --no-kill Slurm leaves a job that has lost its first node, and this script with it, running: the last node sees
+# to it that it is queued again.
+stand_by() {{
+    (while date +%s.%N >"$BIREME_SHARED/alive"; do sleep 5; done) 2>/dev/null &
+    LOG=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
+    (
+        unset "${{!SLURM_GPUS@}}"  # it needs none
+        srun --exact --overlap --gres none --relative $((${{#NODES[@]}} - 1)) --nodes 1 --ntasks 1 bash -c \\
+            "$(declare -p DOORS BIREME_SHARED LOG); $(declare -f stand_in drain_all requeue); stand_in"
+    ) &
+}}
+stand_in() {{
+    local sign last= silent=0
+    exec >>"$LOG" 2>&1  # srun is on the first node
+    while sleep 10; do
+        sign=$(cat "$BIREME_SHARED/alive" 2>/dev/null) || return 0  # the job has ended
+        silent=$((silent + 1))
+        [ "$sign" = "$last" ] || silent=0
+        last=$sign
+        if [ "$silent" -ge 6 ]; then
+            echo "bireme: the job's first node is lost"
+            drain_all
+            requeue || scancel "$SLURM_JOB_ID"
+            return
+        fi
+    done
+}}
+# Set ENDED to the names of servers that have; 1 when there are none.
+any_ended() {{
+    ENDED=
+    for at in "${{!STEPS[@]}}"; do
+        kill -0 "${{STEPS[$at]}}" 2>/dev/null || ENDED+="${{ENDED:+; }}${{NAMES[$at]}}"
+    done
+    [ -n "$ENDED" ]
+}}
 wait_ready() {{
     for ((second = 0; second < {patience}; second++)); do
-        all_run || again "a server has ended before it was ready"
+        any_ended && again "a server has ended before it was ready: $ENDED"
         ready=0
         for url in "${{HEALTH[@]}}"; do
             curl -sf -m 2 -o /dev/null "$url" && ready=$((ready + 1))
@@ -259,7 +305,9 @@ wait_ready() {{
 }}
 supervise() {{
     wait -n "${{STEPS[@]}}"
-    again "a server has ended"
+    code=$?
+    any_ended
+    again "a server has ended: $ENDED (srun's exit code $code; its reason stands above)"
 }}"""
 
 

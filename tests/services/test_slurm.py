@@ -1,4 +1,7 @@
-"""Jobs of tools/make_sbatch.py on a real Slurm, with mocker engines: they serve, drain, come again, and sweep."""
+"""Jobs of tools/make_sbatch.py on a real Slurm: every form serves, drains, comes again after a loss, and sweeps.
+
+Engines are mockers, and TensorRT-LLM's stand-ins where they span nodes.
+"""
 
 import json
 import threading
@@ -8,21 +11,15 @@ import urllib.request
 import pytest
 
 from bireme.launch import free_port
-from tests.services.slurm_cluster import cluster, missing
+from tests.contract import stand_in_workers
+from tests.services.slurm_cluster import missing, missing_mpi
 from tools import make_sbatch
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())}: slurmctld slurmd slurm-client munge"),
+    pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())}: make services ARGS=slurm"),
 ]
-LIMIT_S = 400  # Slurm itself waits two minutes before a job runs again
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory, sample_model):
-    sample_model("llama")
-    with cluster(tmp_path_factory.mktemp("slurm")) as made:
-        yield made
+LIMIT_S = 400
 
 
 @pytest.fixture
@@ -39,16 +36,21 @@ def wait_for(condition, what="it does not come"):
     return found
 
 
-def submitted(slurm, name, first_port, *options):
+def submitted(slurm, name, first_port, *options, recipe="recipes/mocker"):
     script = slurm.folder / f"{name}.sbatch"
     ports = ["--first-port", str(first_port), "--network", "127.0.0.0/8", "--name", name]
-    assert make_sbatch.main(["recipes/mocker", "--out", str(script), *ports, *options]) == 0
+    assert make_sbatch.main([str(recipe), "--out", str(script), *ports, *options]) == 0
     return slurm.submit(script)
 
 
 def ready(slurm, name, job, times=1):
     log = slurm.folder / f"{name}-{job}.log"
     return wait_for(lambda: log.exists() and log.read_text().count("bireme: ready") == times and log, f"see {log}")
+
+
+def end(slurm, job):
+    slurm.ask("scancel", "--batch", "--signal=URG", job)
+    wait_for(lambda: slurm.state(job) in ("COMPLETED", "CANCELLED"))
 
 
 def complete(port, **fields):
@@ -80,10 +82,9 @@ def test_a_killed_step_has_the_job_queued_again_and_it_serves(slurm, first_port)
     ready(slurm, "again", job)
     slurm.ask("scancel", "--signal=KILL", f"{job}.0")
     log = ready(slurm, "again", job, times=2)
-    assert "a server has ended" in log.read_text() and "the job is queued again" in log.read_text()
+    assert "a server has ended: server-" in log.read_text() and "the job is queued again" in log.read_text()
     assert complete(first_port + 4) == complete(first_port + 14) == 1
-    slurm.ask("scancel", "--batch", "--signal=URG", job)
-    wait_for(lambda: slurm.state(job) in ("COMPLETED", "CANCELLED"))
+    end(slurm, job)
 
 
 def test_an_array_sweeps_values_and_keeps_what_each_task_found(slurm, first_port):
@@ -95,3 +96,61 @@ def test_an_array_sweeps_values_and_keeps_what_each_task_found(slurm, first_port
         found = slurm.folder / f"sweep-{task}"
         assert (found / "task").read_text() == f"limits.max_tokens={value}\n"
         assert json.loads((found / "models").read_text())["data"][0]["id"] == "mocker"
+
+
+SLOW = ("--set", "workers.decode.engine_config.mocker.step_ms=50")  # so that a request outlasts Slurm's notice
+
+
+def test_a_lost_node_costs_nothing_of_the_others_and_the_job_is_served_by_those_that_are_left(slurm, first_port):
+    job = submitted(slurm, "lost", first_port, "--servers", "2", "--drain", "200", *SLOW)
+    ready(slurm, "lost", job)
+    lost = slurm.nodes_of(job)[1]
+    answers = []
+    running = threading.Thread(target=lambda: answers.append(complete(first_port + 4, max_tokens=1000, n=2)))
+    running.start()
+    time.sleep(0.5)
+    slurm.lose_node(lost)
+    wait_for(lambda: slurm.node_state(lost).startswith("down"))
+    running.join(LIMIT_S)
+    assert answers == [2000]  # what ran on the lost node went on where it still could
+    log = ready(slurm, "lost", job, times=2)
+    assert "a server has ended: server-1" in log.read_text() and lost not in slurm.nodes_of(job)
+    assert complete(first_port + 4) == complete(first_port + 14) == 1
+    slurm.start_node(lost)
+    end(slurm, job)
+    slurm.wait_idle()
+
+
+def test_a_job_whose_own_node_is_lost_is_queued_again_by_slurm_and_its_clients_are_answered_again(slurm, first_port):
+    job = submitted(slurm, "own", first_port, "--servers", "2", "--drain", "5")
+    ready(slurm, "own", job)
+    lost = slurm.nodes_of(job)[0]
+    slurm.lose_node(lost)
+    ready(slurm, "own", job, times=2)
+    assert lost not in slurm.nodes_of(job)
+    assert complete(first_port + 4) == complete(first_port + 14) == 1
+    slurm.start_node(lost)
+    end(slurm, job)
+    slurm.wait_idle()
+
+
+def test_prefill_and_decode_of_one_node_serve(slurm, first_port):
+    job = submitted(slurm, "pair-of-stages", first_port, "--gpus-per-node", "1", recipe="recipes/mocker-disagg")
+    ready(slurm, "pair-of-stages", job)
+    assert complete(first_port + 4, model="mocker-disagg", max_tokens=3) == 3
+    end(slurm, job)
+
+
+@pytest.mark.skipif(bool(missing_mpi()), reason=f"no {', '.join(missing_mpi())}: make services ARGS=slurm")
+@pytest.mark.skipif(stand_in_workers.is_real_there(), reason="about the stand-in's launcher")
+def test_prefill_and_decode_over_two_nodes_each_serve_together(slurm, first_port, write_recipe, sample_model):
+    engine = {"dtype": "float32", "tensor_parallel_size": 2, "cache_transceiver_config": {"backend": "DEFAULT"}}
+    stages = dict.fromkeys(("prefill", "decode"), stand_in_workers.worker(engine))
+    recipe = write_recipe(sample_model("llama"), stages, served_model_name="mocker")
+    options = ("--apart", "--gpus-per-node", "1", "--drain", "5", "--restarts", "0")
+    job = submitted(slurm, "apart", first_port, *options, recipe=recipe)
+    log = ready(slurm, "apart", job)
+    for number in range(2):
+        assert complete(first_port + 10 * number + 4, max_tokens=3) == 3
+    assert "2 ranks on n0, n1" in log.read_text() and "2 ranks on n2, n3" in log.read_text()
+    end(slurm, job)

@@ -25,6 +25,7 @@ def test_one_server_needs_one_node_and_no_network(tmp_path):
     script = written(tmp_path, "recipes/mocker")
     assert "#SBATCH --nodes=1" in script and "--discovery" not in script
     assert len(steps(script)) == 1 and "--admin-key-file" in steps(script)[0]
+    assert "#SBATCH --no-kill" not in script and "\nstand_by\n" not in script
 
 
 def test_servers_have_nodes_and_ports_of_their_own_and_find_each_other(tmp_path):
@@ -33,6 +34,7 @@ def test_servers_have_nodes_and_ports_of_their_own_and_find_each_other(tmp_path)
     assert [re.search(r"--relative (\d)", line)[1] for line in steps(script)] == ["0", "1", "2"]
     assert [re.search(r"--openai-port (\d+)", line)[1] for line in steps(script)] == ["23004", "23014", "23024"]
     assert all('--discovery "$BIREME_SHARED" --grpc-host 127.0.0.0/8' in line for line in steps(script))
+    assert "#SBATCH --no-kill" in script and "\nstand_by\n" in script
 
 
 def test_prefill_and_decode_over_nodes_are_steps_of_their_own(tmp_path):
