@@ -8,7 +8,7 @@ routers know of them comes late by --lag-ms. The same --seed gives the same figu
     python tools/simulate.py shared_prefix --requests 4000 --rate 12 --workers 8
     python tools/simulate.py agentic --routers 8 --config '{"decode_weight": 0.3}'
     python tools/simulate.py /tmp/dynamo-request-trace.*.jsonl.gz
-    python tools/simulate.py requests/*.jsonl --workers 2,4,8 --modes kv --speed 2     # for twice the traffic
+    python tools/simulate.py log/requests.*.jsonl --workers 2,4,8 --modes kv --speed 2     # for twice the traffic
 
 Good are requests within --slo-ttft-ms and --slo-itl-ms. Traces have Mooncake's form (kvcache-ai/Mooncake,
 FAST25-release/traces), where what came in the same three seconds is spread over them, or the request log's,

@@ -172,3 +172,12 @@ def test_mode_kv_computes_less_than_turns_do():
     by_cost, in_turns = (simulate(made, mode, settings).summary() for mode in ("kv", "round_robin"))
     assert by_cost["computed_tokens"] < 0.9 * in_turns["computed_tokens"]
     assert by_cost["predicted_over_actual"] == pytest.approx(1, abs=0.02)
+
+
+def test_numbers_of_workers_are_compared_and_must_be_some(capsys, tmp_path):
+    few = ["multi_turn", "--requests", "100", "--rate", "30", "--modes", "kv", "--workers", "1,3"]
+    assert program.main([*few, "--plot", str(tmp_path / "sizes.png")]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["workers"] for row in rows] == [1, 3] and rows[0]["itl_p50_ms"] > rows[1]["itl_p50_ms"]
+    assert program.main(["agentic", "--workers", "2,0"]) == 2
+    assert "--workers 0: 1 or more" in capsys.readouterr().err
