@@ -237,6 +237,17 @@ TABLE: dict[str, MetricSpec] = {
             "source",
         ),
         _gauge("bireme_tokenizer_cache_bytes", "Texts and tokens kept for prompts that begin alike."),
+        _counter(
+            "bireme_mirror_copies_total",
+            "Requests that were to be sent to another launch as well, by what came of it.",
+            "outcome",
+        ),
+        _histogram(
+            "bireme_mirror_first_token_seconds",
+            "Of streams sent to another launch as well: from arrival to the first event, here (old) and there (new).",
+            _SECONDS,
+            "side",
+        ),
         _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "path", "status"),
         _gauge("bireme_frontend_ready", "1 while the frontend can answer for every model, as /health/ready says."),
         _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on."),

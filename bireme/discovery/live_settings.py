@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,12 +18,23 @@ _NEVER = (0, 0)
 logger = logging.getLogger("bireme.discovery")
 
 
+class MirrorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where the frontend sends copies of requests, and of how many."""
+
+    url: str  # http[s]://host:port of another launch's frontend
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    key_file: str = ""  # with the API key to show there; clients' own keys are never sent on
+    generation: int | None = None  # whose workers are to answer; None: as the routers there choose
+    run: str = ""  # tells one comparison from the one before
+
+
 class LiveSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """None: as options and recipe say."""
 
     log_level: LogLevel | None = None
     busy: tuple[BusyRule, ...] | None = None  # in place of router.busy; (): no worker is ever busy
     weight: float | None = None  # in place of --weight
+    mirror: MirrorSettings | None = None
 
 
 class _Followed:

@@ -125,6 +125,13 @@ class _WeightBody(_DoorBody):
     weight: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
 
 
+class _MirrorBody(_DoorBody):
+    url: str | None  # None: no more copies
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    key_file: str = ""
+    generation: int | None = None
+
+
 _Action = Callable[[Any], dict[str, Any]]
 
 
@@ -145,6 +152,10 @@ class AdminDoor:
             "/wake": (_Worker, lambda body: operations.wake(body.worker)),
             "/log-level": (_LogLevelBody, lambda body: operations.set_log_level(body.level)),
             "/busy": (_BusyBody, lambda body: operations.set_busy(body.rules)),
+            "/mirror": (
+                _MirrorBody,
+                lambda body: operations.set_mirror(body.url, body.share, body.key_file, body.generation),
+            ),
             "/weight": (_WeightBody, lambda body: operations.set_weight(body.weight)),
         }
         self._calls = threading.BoundedSemaphore(_MAX_CALLS)

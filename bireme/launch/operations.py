@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import http.client
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
 from bireme import __version__
 from bireme.config import BusyRule, Recipe, stage_of
-from bireme.discovery import live_settings, run_folder
-from bireme.discovery.live_settings import LogLevel
+from bireme.discovery import live_settings, mirror_reports, run_folder
+from bireme.discovery.live_settings import LogLevel, MirrorSettings
 from bireme.discovery.records import LaunchFacts, WorkerRecord
 from bireme.errors import BiremeError, NotFoundError, RequestError
 from bireme.launch.console import Console
@@ -129,6 +131,21 @@ class Operations:
         self._tell("weight", weight)
         return {"generation": self._launch.facts.generation, "weight": self._weight}
 
+    def set_mirror(self, url: str | None, share: float, key_file: str, generation: int | None) -> dict[str, Any]:
+        """Have the frontend send copies of a share of its requests to another one, and compare anew; None: no more.
+
+        Raises RequestError.
+        """
+        settings = None
+        if url is not None:
+            _check_mirror(url, key_file)
+            run = secrets.token_hex(8)
+            settings = MirrorSettings(url=url, share=share, key_file=key_file, generation=generation, run=run)
+        self._write(mirror=settings)
+        mirror_reports.clear(self._launch.folder)
+        self._tell("mirror", f"{url} share={share:g}" if url else None)
+        return {"mirror": url, "share": share if url else 0}
+
     @property
     def _weight(self) -> float:
         return live_settings.weight(self._launch.facts.weight)
@@ -148,7 +165,7 @@ class Operations:
         elif not launch.is_drain_known():
             reasons.insert(0, "other servers have not seen yet that it drains")
         reasons += self._wait_idle(bool(reasons))
-        settings = msgspec.to_builtins(live_settings.current())
+        live = live_settings.current()
         return {
             "model": launch.recipe.served_name,
             "recipe": launch.recipe.name,
@@ -163,7 +180,8 @@ class Operations:
             "safe_to_delete": not reasons,
             "reasons": reasons,
             "workers": {name: self._worker(name, one, health) for name, one in figures.workers.items()},
-            "live_settings": settings,
+            "live_settings": msgspec.to_builtins(live),
+            "mirror": live.mirror and mirror_reports.summary(launch.folder, live.mirror),
         }
 
     def _worker(self, name: str, series: WorkerSeries, health: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +229,28 @@ class Operations:
 
     def _tell(self, what: str, value: object) -> None:
         self._console.event("operator_asked", what=what, value=value)
+
+
+def _check_mirror(url: str, key_file: str) -> None:
+    """Raises RequestError."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:
+        is_address = False
+    if not is_address or parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise RequestError(
+            f"url: {url[:100]!r}; send http://host:port or https://host:port of the other launch's frontend"
+        )
+    if key_file:
+        try:
+            key = Path(key_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"key_file: {key_file[:200]} can't be read on this host ({error})") from error
+        if not key.isascii() or len(key.split()) != 1:
+            raise RequestError(
+                f"key_file: {key_file[:200]}: one line with an API key of the other launch belongs there"
+            )
 
 
 class _Figures:

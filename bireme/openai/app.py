@@ -19,6 +19,7 @@ from typing import Any
 
 from bireme import __version__
 from bireme.config import FrontendConfig
+from bireme.discovery import live_settings
 from bireme.discovery.pulse import own_pulse
 from bireme.errors import BiremeError, drop_frames
 from bireme.metric_aliases import Aliases, aliases_of_frontend
@@ -40,6 +41,7 @@ from bireme.openai.live.feed import LIVE, LiveFeed
 from bireme.openai.live.source import LiveSource
 from bireme.openai.live.timeline_route import TIMELINE, TimelineRoute
 from bireme.openai.metrics_page import CONTENT_TYPE, KeptPages, MetricsPage
+from bireme.openai.mirror.mirror import Mirror
 from bireme.openai.model_kinds import ModelsByName
 from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS, openapi
 from bireme.openai.playground_files import PlaygroundFiles
@@ -119,6 +121,7 @@ class Frontend:
         self._playground_paths = self._playground.paths if self._playground else frozenset()
         self._open_paths = OPEN_PATHS | self._playground_paths
         self._browsers = BrowserGuard(bound_to, self._config.allowed_hosts)
+        self._mirror = Mirror(metrics, run_dir)
         self._streams: Streams = set()
         self._routes: dict[str, dict[str, Handler]] = {}
         self._pulse: asyncio.Task[None] | None = None
@@ -214,6 +217,7 @@ class Frontend:
             self._teller.close()
         for task in self._tasks:
             task.cancel()
+        self._mirror.close()
         await self._video_routes.stop()
         await self._stored.stop()
         if self._files is not None:
@@ -253,6 +257,8 @@ class Frontend:
         finally:
             self._num_active -= 1
             self._count(call)
+            if call.original is not None:
+                self._mirror.end(call)
             if self._traces is not None and call.trace is not None:
                 self._traces.end(call)
 
@@ -325,7 +331,10 @@ class Frontend:
     def _with_body(self, post: Post, kinds: tuple[bytes, ...] = JSON_ONLY) -> Handler:
 
         async def handle(call: Call) -> None:
-            await post(call, await call.body(self._config.max_body_bytes, self._config.body_timeout_s, kinds))
+            data = await call.body(self._config.max_body_bytes, self._config.body_timeout_s, kinds)
+            if live_settings.current().mirror is not None:
+                self._mirror.begin(call, data)
+            await post(call, data)
 
         return self._limited(handle)
 

@@ -169,3 +169,32 @@ def test_workers_are_told_with_what_they_are_at(launch, asked):
 
 def _with_mode(recipe, mode):
     return msgspec.structs.replace(recipe, router=RouterConfig(mode=mode))
+
+
+def test_a_comparison_with_another_launch_begins_and_ends(launch, asked):
+    (launch.folder / "key").write_text("their-key\n")
+    (launch.folder / "mirror-1.json").write_text('{"run": "an earlier one"}')
+    fields = {"share": 0.5, "key_file": str(launch.folder / "key"), "generation": 3}
+    assert asked.set_mirror("http://b:9000", **fields) == {"mirror": "http://b:9000", "share": 0.5}
+    told = asked.status()["mirror"]
+    assert (told["url"], told["compared"], told["examples"]) == ("http://b:9000", 0, [])
+    assert not list(launch.folder.glob("mirror-*"))
+    asked.set_mirror(None, 0, "", None)
+    assert asked.status()["mirror"] is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["b:9000", "ftp://b:9000", "http://b", "http://b:9000/v1", "http://me@b:9000", "http://[b:9000", "http://b:x"],
+)
+def test_copies_go_to_a_frontend_s_address_alone(asked, url):
+    with pytest.raises(RequestError, match=r"^url: .*; send http://host:port"):
+        asked.set_mirror(url, 1, "", None)
+
+
+def test_a_key_file_of_the_other_launch_is_there_and_has_one_key(launch, asked):
+    with pytest.raises(RequestError, match=r"^key_file: .* can't be read on this host"):
+        asked.set_mirror("http://b:9000", 1, str(launch.folder / "none"), None)
+    (launch.folder / "key").write_text("two keys")
+    with pytest.raises(RequestError, match=r"^key_file: .*one line with an API key"):
+        asked.set_mirror("http://b:9000", 1, str(launch.folder / "key"), None)

@@ -165,7 +165,7 @@ async def started_frontends() -> AsyncIterator[Make]:
 
     async def make(
         keys: ApiKeys | None = None, files_folder: Path | None = None, responses_folder: Path | None = None,
-        traces: Traces | None = None, **tree: Any,
+        traces: Traces | None = None, run_dir: Path | None = None, **tree: Any,
     ) -> Bench:  # fmt: skip
         workers, metrics = FakeWorkers(), Registry("frontend")
         fields = {"model": "none", "workers": {"decode": {"engine": "mocker"}}, "name": "test"}
@@ -177,7 +177,7 @@ async def started_frontends() -> AsyncIterator[Make]:
         timelines = open_timelines(recipe)
         app = Frontend(
             models, metrics, recipe.frontend, keys, files_folder=files_folder, responses_folder=responses_folder,
-            traces=traces or open_traces(recipe, metrics, timelines), timelines=timelines,
+            traces=traces or open_traces(recipe, metrics, timelines), timelines=timelines, run_dir=run_dir,
         )  # fmt: skip
         await app.start()
         apps.append(app)

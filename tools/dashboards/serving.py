@@ -237,6 +237,17 @@ RECORDS = Row(
     is_rare=True,
 )
 
+MIRROR = Row(
+    "Requests copied to another launch",
+    [
+        [
+            rare("What came of them", "bireme_mirror_copies_total", choice=by("outcome")),
+            percentiles("First event of streams", "bireme_mirror_first_token_seconds", choice=by("side")),
+        ],
+    ],
+    is_rare=True,
+)
+
 BY_KIND = by("worker", "kind")
 STEPS = Row(
     "Step records",
@@ -390,5 +401,5 @@ BOARD = Board(
     "serving",
     "bireme: serving",
     "What clients get and how fast: traffic, latency, outcomes, queues, the frontend and the engines.",
-    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, CAPACITY, ACCOUNTS, RECORDS, STEPS, WEIGHTS, MEDIA, TRTLLM),
+    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, CAPACITY, ACCOUNTS, RECORDS, MIRROR, STEPS, WEIGHTS, MEDIA, TRTLLM),
 )

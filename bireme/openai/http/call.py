@@ -41,6 +41,7 @@ class Call:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
+        self._take: Callable[[bytes], object] | None = None
         self._cycle = cycle_of(receive)
         self.path: str = scope["path"]  # decoded; decisions look only at this
         self.method: str = scope["method"]
@@ -59,6 +60,7 @@ class Call:
         self.status = 0  # of the reply; 0: none yet
         self.notes: dict[str, object] = {}  # for the access log
         self.trace: RequestTrace | None = None  # None: nobody wants it
+        self.original: Any = None  # mirror's, of a request that is to be copied
 
     @property
     def shown_ids(self) -> str:
@@ -217,9 +219,30 @@ class Call:
     def drop(self) -> None:
         drop(self._cycle)
 
+    def tap(self, take: Callable[[bytes], object]) -> None:
+        """Show what of the reply's body goes out from now on."""
+        send = self._send
+
+        async def shown(message: Message) -> None:
+            await send(message)
+            if body := message.get("body"):
+                take(body)
+
+        self._send, self._take = shown, take
+
     def direct_write(self) -> DirectWrite | None:
         """Return a faster way to write events other than the last, once some have been written."""
-        return direct_write(self._cycle)
+        write, take = direct_write(self._cycle), self._take
+        if take is None or write is None:
+            return write
+
+        def shown(data: bytes) -> bool:
+            is_written = write(data)
+            if is_written:
+                take(data)
+            return is_written
+
+        return shown
 
     def when_gone(self, callback: Callable[[], object]) -> Watch:
         """Call back when the client leaves; after the body was read. The caller cancels what is returned."""
