@@ -19,7 +19,7 @@ import msgspec
 
 from bireme.config import stage_of, worker_id
 from bireme.errors import ConfigError
-from bireme.messages import Capacity
+from bireme.messages import VERSION, Capacity
 
 _PURPOSE = b"bireme worker record:"
 _START, _END = b'{"mac":"', b'",'
@@ -46,6 +46,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str = ""
     model: str = ""  # last part of the model's folder or hub id: one name is served by one model
     revision: str = ""  # of the model's content; "": not known, which is like any
+    text_revision: str = ""  # of what its launch's entries tokenize and render with; "": not known, which is like any
     generation: int = 0  # of its launch: the newest of those that serve side by side has the highest
     weight: float = 1.0  # its generation's share of new requests; see kv/routing/generations.py
     wire: int = 0  # messages.VERSION of its process; 0: of one that does not tell, whose key_id tells it
@@ -141,10 +142,15 @@ def seal_record(record: WorkerRecord, key: bytes) -> bytes:
 
 
 def open_record(blob: bytes, key: bytes) -> tuple[WorkerRecord, str]:
-    """Return the record, and why not to trust it ("": proven). Raises ValueError."""
+    """Return the record, and why not to trust it ("": proven). Raises ValueError.
+
+    Of one that another wire version has written in another form just the name is taken.
+    """
     try:
         record = msgspec.json.decode(blob, type=WorkerRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
+        if (name := _named(blob)) is not None and (reason := other_wire(name)):
+            return name, reason
         raise ValueError(str(error)) from error
     start = len(_START) + _DIGITS
     if not blob.startswith(_START) or blob[start : start + len(_END)] != _END:
@@ -155,6 +161,31 @@ def open_record(blob: bytes, key: bytes) -> tuple[WorkerRecord, str]:
     if not hmac.compare_digest(blob[len(_START) : start], _mac(b"{" + blob[start + len(_END) :], key)):
         return record, "its record is signed with another deployment key; give all servers and frontends one BIREME_KEY"
     return record, ""
+
+
+def other_wire(record: WorkerRecord) -> str:
+    """Return why a worker can't be spoken to; "": it can."""
+    if record.wire in (0, VERSION):
+        return ""
+    return (
+        f"it speaks wire version {record.wire}, this process {VERSION}; send to it by a frontend of its own version, or"
+        " bring both to one"
+    )
+
+
+class _Name(msgspec.Struct):
+    worker: str
+    wire: int
+    server: str = ""
+    served_model_name: str = ""
+
+
+def _named(blob: bytes) -> WorkerRecord | None:
+    try:
+        name = msgspec.json.decode(blob, type=_Name)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return WorkerRecord(**msgspec.structs.asdict(name))
 
 
 def _mac(body: bytes, key: bytes) -> bytes:

@@ -20,12 +20,13 @@ import msgspec
 from bireme.config import Recipe, worker_id
 from bireme.discovery import live_settings, run_folder
 from bireme.discovery.follower import Follower, OnChange, Records
-from bireme.discovery.records import LaunchFacts, WorkerRecord, host_id, key_id, launch_id, own_address
+from bireme.discovery.records import LaunchFacts, WorkerRecord, host_id, key_id, launch_id, other_wire, own_address
 from bireme.discovery.store import RecordReader, RecordStore, shared_key
 from bireme.errors import ConfigError, NotFoundError
 from bireme.messages import VERSION
 from bireme.metrics import Registry
 from bireme.settings import DiscoveryConfig
+from bireme.text.tokenizer_files import text_revision
 
 _TEXT_STAGES = ("prefill", "decode", "multimodal_encoder", "embedding")
 LOOK_S = 0.5
@@ -88,8 +89,10 @@ class WorkerView:
         server: str = "",
         launch: str = "",
         metrics: Registry | None = None,
+        text_revision: str = "",
     ) -> None:
-        """`server`, `launch`: the own ones, as in its records."""
+        """`server`, `launch`, `text_revision`: the own ones, as in its records."""
+        self._text_revision = text_revision
         self._recipe, self._server, self._launch = recipe, server, launch
         lease_s = recipe.discovery.lease_s
         self._own = Follower(own, lease_s, self._merge) if own is not None else None
@@ -163,7 +166,12 @@ class WorkerView:
         with self._lock:
             own = dict(self._own.records) if self._own is not None else {}
             others, refused = admit(
-                self._shared.records if self._shared is not None else {}, self._recipe, own, self._server, self._launch
+                self._shared.records if self._shared is not None else {},
+                self._recipe,
+                own,
+                self._server,
+                self._launch,
+                self._text_revision,
             )
             for name, reason in refused.items():
                 if self._refused.get(name) != reason:
@@ -176,14 +184,18 @@ class WorkerView:
 
 
 def admit(
-    records: Records, recipe: Recipe, own: Mapping[str, WorkerRecord], server: str = "", launch: str = ""
+    records: Records,
+    recipe: Recipe,
+    own: Mapping[str, WorkerRecord],
+    server: str = "",
+    launch: str = "",
+    text_revision: str = "",
 ) -> tuple[dict[str, WorkerRecord], dict[str, str]]:
     """Return others' workers that may serve a recipe, and why others may not, by id.
 
-    They must equal the own ones, else the first by its id.
+    They must equal the own ones, else the first by its id. `text_revision`: of the own recipe.
     """
     known = [record for record in own.values() if record.life]
-    model = _model_name(recipe)
     keys = [record.key_id for record in known]
     blocks = {record.stage: record.tokens_per_block for record in known if record.tokens_per_block}
     admitted: dict[str, WorkerRecord] = {}
@@ -195,26 +207,53 @@ def admit(
             if launch and record.launch != launch:
                 refused[name] = f"another launch ({record.launch}) has registered this server's address"
             continue
+        if reason := _stranger(name, record, recipe, text_revision):
+            refused[name] = reason
+            continue
         keys = keys or [record.key_id]
         block = blocks.setdefault(record.stage, record.tokens_per_block)
-        if reason := _mismatch(name, record, model, keys[0], block):
+        if reason := _mismatch(record, keys[0], block):
             refused[name] = reason
         else:
             admitted[name] = record
     return admitted, refused
 
 
-def _mismatch(name: str, record: WorkerRecord, model: str, key_id: str, tokens_per_block: int) -> str:
-    """Return why a worker can't serve; empty: it can."""
+def _stranger(name: str, record: WorkerRecord, recipe: Recipe, text_revision: str) -> str:
+    """Return why nothing of a record counts; empty: it does."""
     if name != record.id:
         return f"its record is that of {record.id}"
-    if record.model != model:
-        return f"it serves {record.model} as {record.served_model_name}, this recipe {model}"
+    return other_wire(record) or _other_model(record, recipe, text_revision)
+
+
+def _other_model(record: WorkerRecord, recipe: Recipe, text_revision: str) -> str:
+    """Return why prompts made here are none for a worker; "": they are.
+
+    Where both sides know what makes prompts, the model's name says nothing: another revision lies in another folder.
+    """
+    model = _model_name(recipe)
+    if record.text_revision and text_revision:
+        if record.text_revision == text_revision:
+            return "" if record.revision or record.model == model else _other_name(record, model)
+        return (
+            f"{record.model} makes other prompts than {model} here (text revision {record.text_revision}, here"
+            f" {text_revision}): tokenizer, chat template or their settings differ; send to it by a frontend of its own"
+            " launch, or give both the same"
+        )
+    return "" if record.model == model else _other_name(record, model)
+
+
+def _mismatch(record: WorkerRecord, key_id: str, tokens_per_block: int) -> str:
+    """Return why a worker can't serve; empty: it can."""
     if record.key_id != key_id:
         return "it has another deployment key; give all servers one BIREME_KEY"
     if record.tokens_per_block != tokens_per_block:
         return f"tokens_per_block: {record.tokens_per_block}; {record.stage} workers here have {tokens_per_block}"
     return ""
+
+
+def _other_name(record: WorkerRecord, model: str) -> str:
+    return f"it serves {record.model} as {record.served_model_name}, this recipe {model}"
 
 
 def _may_concern(record: WorkerRecord, recipe: Recipe, but_server: str = "") -> bool:
@@ -239,7 +278,8 @@ def discover(
     if server is None and shared is None:
         raise ConfigError(f"{recipe.name}: no server's address, and discovery.backend is static; give one of them")
     own = OwnWorkers(recipe, folder) if server is not None else None
-    return WorkerView(recipe, own, shared, server or "", launch_id(folder) if folder else "", metrics)
+    texts = text_revision(recipe) if shared is not None else ""
+    return WorkerView(recipe, own, shared, server or "", launch_id(folder) if folder else "", metrics, texts)
 
 
 def create_store(config: DiscoveryConfig) -> RecordStore:

@@ -9,7 +9,6 @@ tokens in it included; in what callers send to a chat they are text (control_tok
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,10 +26,9 @@ from bireme.text.cuts import cut_pattern
 from bireme.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from bireme.text.encoder import Backend, Encoder, ReferenceEncoder, create_encoder
 from bireme.text.token_lengths import longest_token_bytes
+from bireme.text.tokenizer_files import FILES, TOKENIZER, read_texts
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _END_PROBES = ("a b c", "The quick brown fox", "x = 12")
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TextTokenizer:
@@ -185,11 +183,9 @@ def load_tokenizer(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else even one text goes to a thread of the library
     folder = Path(path) if Path(path).is_dir() else _download(path)
-    config = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    special = {name: text for name in _NAMED if (text := _token_text(config.get(name)))}
-    templates = _own_template(chat_template) if chat_template else _templates(folder, config)
+    special, templates = read_texts(folder, chat_template)
     inner = _inner(folder)
-    encoder = create_encoder(inner, folder / _FILES[0], backend)
+    encoder = create_encoder(inner, folder / TOKENIZER, backend)
     return TextTokenizer(inner, special, templates, max_prompt_bytes, encoder, trusted_roles, raw_control_tokens)
 
 
@@ -215,13 +211,13 @@ def _download(path: str) -> Path:
             f"{path} is not a folder; to load it from a hub pip install huggingface_hub, or give a folder"
         ) from error
     try:
-        return Path(snapshot_download(path, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(path, allow_patterns=list(FILES)))
     except Exception as error:  # network, authorization, missing repository: the hub's own text says which
         raise ConfigError(f"{path} can't be downloaded: {type(error).__name__}: {error}") from error
 
 
 def _inner(folder: Path) -> tokenizers.Tokenizer:
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     if not file.exists():
         raise ConfigError(
             f"{file} does not exist; save it with transformers:"
@@ -234,42 +230,3 @@ def _inner(folder: Path) -> tokenizers.Tokenizer:
     inner.no_truncation()  # left over from training in some checkpoints; would cut prompts silently
     inner.no_padding()
     return inner
-
-
-def _own_template(path: str) -> dict[str, str]:
-    try:
-        return {"default": Path(path).read_text(encoding="utf-8")}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat.template: {path} can't be read ({error}); name a Jinja file in UTF-8") from error
-
-
-def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return template sources by name; a model with one has it as `default`."""
-    found = config.get("chat_template")
-    if (folder / "chat_template.json").exists():
-        found = _json(folder / "chat_template.json").get("chat_template", found)
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
-    templates = {"default": found} if isinstance(found, str) else dict(found or {})
-    if (folder / "chat_template.jinja").exists():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
-    return templates
-
-
-def _token_text(value: Any) -> str:
-    """A special token is a string, or an object with its content."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} can't be read: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: a JSON object is expected, not {type(tree).__name__}")
-    return tree

@@ -63,6 +63,15 @@ def test_a_record_of_a_later_version_is_proven():
     assert open_record(seal_record(NewerRecord(worker="decode"), KEY), KEY) == (WorkerRecord(worker="decode"), "")
 
 
+def test_of_a_record_in_another_wire_version_s_form_the_name_is_told(config, store):
+    blob = b'{"mac":"0","worker":"decode","server":"c:1","served_model_name":"chat","wire":99,"capacity":[7]}'
+    put(config, record("decode", "c:1"), blob)
+    assert set(store.read()) == {record().id}
+    assert "it speaks wire version 99" in store.refused["decode@c:1"][1]
+    with pytest.raises(ValueError, match="capacity"):
+        open_record(blob.replace(b"99", b"0"), KEY)
+
+
 def test_no_byte_of_a_record_can_be_changed():
     blob = seal_record(record(), KEY)
     for at in range(len(blob)):

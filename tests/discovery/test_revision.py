@@ -4,7 +4,9 @@ import shutil
 
 import pytest
 
-from bireme.discovery.revision import model_revision
+from bireme.config import Recipe
+from bireme.conversion import convert
+from bireme.discovery.revision import model_revision, worker_revision
 
 
 @pytest.fixture
@@ -47,3 +49,24 @@ def test_notes_beside_it_do_not_count(model):
 
 def test_of_what_is_no_folder_nothing_is_known(tmp_path):
     assert model_revision("org/some-model") == model_revision(str(tmp_path)) == ""
+
+
+def of_workers(model, **workers):
+    entries = {stage: {"engine": "mocker"} | more for stage, more in workers.items()}
+    return convert({"model": str(model), "workers": entries, "name": "test"}, Recipe, "test")
+
+
+def test_workers_have_their_model_s_revision_and_an_unknown_one_where_a_stage_s_model_is_not_there(model):
+    recipe = of_workers(model, prefill={}, decode={})
+    assert worker_revision(recipe, "decode") == worker_revision(recipe, "prefill") == model_revision(str(model))
+    assert worker_revision(of_workers(model, prefill={"model": "/not/here"}, decode={}), "decode") == ""
+
+
+def test_stages_with_models_of_their_own_have_one_revision_of_both(model, tmp_path):
+    shutil.copytree(model, tmp_path / "small")
+    (tmp_path / "small" / "config.json").write_text('{"quantized": true}')
+    recipe = of_workers(model, prefill={}, decode={"model": str(tmp_path / "small")})
+    before = worker_revision(recipe, "decode")
+    assert before == worker_revision(recipe, "prefill") != model_revision(str(model))
+    (model / "config.json").write_text('{"layers": 3}')
+    assert worker_revision(recipe, "decode") == worker_revision(recipe, "prefill") != before

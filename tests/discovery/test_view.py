@@ -14,6 +14,7 @@ from bireme.discovery.records import key_id
 from bireme.discovery.store import parse_address, with_discovery
 from bireme.discovery.view import OwnWorkers, WorkerView, admit, discover
 from bireme.errors import ConfigError
+from bireme.messages import VERSION
 from bireme.metrics import Registry
 from bireme.settings import DiscoveryConfig
 from tests.discovery.conftest import KEY, MemoryStore, by_id, record
@@ -96,6 +97,31 @@ REFUSALS = {
     "block": (record(tokens_per_block=16), "tokens_per_block: 16; decode workers here have 32"),
     "name": (record(server="a:8001", launch="theirs"), r"another launch (theirs) has registered this server's address"),
 }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "why"),
+    [
+        ({"wire": VERSION}, "", ""),
+        ({"wire": VERSION + 1}, "", f"it speaks wire version {VERSION + 1}, this process {VERSION}; send to it by a"),
+        ({"model": "tiny-v2", "text_revision": "t", "revision": "r"}, "t", ""),
+        ({"model": "tiny-v2", "text_revision": "t"}, "t", "it serves tiny-v2 as chat, this recipe tiny"),
+        ({"model": "tiny-v2", "text_revision": "t", "revision": "r"}, "", "it serves tiny-v2 as chat"),
+        ({"text_revision": "u"}, "t", "tiny makes other prompts than tiny here (text revision u, here t): tokenizer,"),
+        ({"text_revision": "u"}, "", ""),
+        ({"text_revision": ""}, "t", ""),
+    ],
+)
+def test_a_worker_may_serve_another_revision_of_the_model_but_not_other_prompts(theirs, ours, why):
+    other = record(**theirs)
+    admitted, refused = admit(by_id(other), recipe(), {}, text_revision=ours)
+    assert (other.id in admitted, refused.get(other.id, "")[: len(why)]) == (not why, why)
+
+
+def test_nothing_of_a_record_of_another_wire_version_counts_for_others():
+    older = record(server="a:1", wire=VERSION + 1, key_id="z", tokens_per_block=16)
+    admitted, refused = admit(by_id(older, record()), recipe(), {})
+    assert set(admitted) == {"decode@b:8001"} and set(refused) == {older.id}
 
 
 @pytest.mark.parametrize("kind", REFUSALS)

@@ -23,7 +23,7 @@ import msgspec
 from bireme.config import ROUTED_STAGES, KvEventsConfig, Recipe, WorkerEntry, stage_of, worker_id
 from bireme.discovery import run_folder
 from bireme.discovery.records import own_address
-from bireme.discovery.revision import model_revision
+from bireme.discovery.revision import worker_revision
 from bireme.discovery.view import own_record
 from bireme.engines.base import Engine, EngineContext
 from bireme.engines.child.presence import Presence
@@ -41,6 +41,7 @@ from bireme.observability.otlp import engine_endpoint
 from bireme.own_process import freeze_gc, reuse_memory
 from bireme.own_work import SUFFIX, OwnWork
 from bireme.stop_signals import on_stop_signal
+from bireme.text.tokenizer_files import text_revision
 
 if TYPE_CHECKING:
     from bireme.engines.memory.client import WeightsHold
@@ -133,7 +134,8 @@ class EngineProcess:
             event_endpoint=plane.event_endpoint if plane else "",
             replay_endpoint=plane.replay_endpoint if plane else "",
             step_endpoint=plane.step_endpoint if plane else "",
-            revision=model_revision(recipe.worker_model_path(stage_of(self._worker))),
+            revision=worker_revision(recipe, stage_of(self._worker)),
+            text_revision=text_revision(recipe),
             tokens_per_block=capacity.tokens_per_block,
             capacity=capacity,
             moves_own_kv=entry.kind.moves_own_kv or (transfer is not None and transfer.reaches_other_hosts),
