@@ -197,6 +197,11 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_migrations_total", "Streams continued on another engine or engine life."),
         _counter("bireme_routed_total", "Placements decided, by worker chosen.", "target"),
         _counter(
+            "bireme_routed_generations_total",
+            "Placements decided while several generations serve, by generation of the decode worker.",
+            "generation",
+        ),
+        _counter(
             "bireme_routing_decisions_total",
             "Placements by what decided (a mode, only, direct, session), and refusals because all workers were busy"
             " (refused).",

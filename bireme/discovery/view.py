@@ -200,27 +200,32 @@ def admit(
     blocks = {record.stage: record.tokens_per_block for record in known if record.tokens_per_block}
     admitted: dict[str, WorkerRecord] = {}
     refused: dict[str, str] = {}
-    for name, record in sorted(records.items()):
-        if not _may_concern(record, recipe):
-            continue
-        if record.server == server:
-            if launch and record.launch != launch:
-                refused[name] = f"another launch ({record.launch}) has registered this server's address"
-            continue
-        if reason := _stranger(name, record, recipe, text_revision):
-            refused[name] = reason
-            continue
-        keys = keys or [record.key_id]
-        block = blocks.setdefault(record.stage, record.tokens_per_block)
-        if reason := _mismatch(record, keys[0], block):
+    for name, record in _others(records, recipe, server, launch):
+        reason = _stranger(name, record, recipe, server, text_revision)
+        if not reason:
+            keys = keys or [record.key_id]
+            block = blocks.setdefault(record.stage, record.tokens_per_block)
+            reason = _mismatch(record, keys[0], block)
+        if reason:
             refused[name] = reason
         else:
             admitted[name] = record
     return admitted, refused
 
 
-def _stranger(name: str, record: WorkerRecord, recipe: Recipe, text_revision: str) -> str:
+def _others(records: Records, recipe: Recipe, server: str, launch: str) -> list[tuple[str, WorkerRecord]]:
+    """Return the records that concern a recipe and are not its launch's own, in order."""
+    return [
+        (name, record)
+        for name, record in sorted(records.items())
+        if _may_concern(record, recipe) and not (record.server == server and launch in ("", record.launch))
+    ]
+
+
+def _stranger(name: str, record: WorkerRecord, recipe: Recipe, server: str, text_revision: str) -> str:
     """Return why nothing of a record counts; empty: it does."""
+    if record.server == server:
+        return f"another launch ({record.launch}) has registered this server's address"
     if name != record.id:
         return f"its record is that of {record.id}"
     return other_wire(record) or _other_model(record, recipe, text_revision)

@@ -149,8 +149,9 @@ class ChatService:
             raise RequestError(f"{first.where.rpartition('.')[0]}.type: {first.part}; this model reads text parts only")
         deadline = self.services.deadline(arrived_at)
         return RequestPictures(
-            self.services, self._picture_model, request.pictures, deadline, request.options.cache_salt
-        )
+            self.services, self._picture_model, request.pictures, deadline, request.options.cache_salt,
+            request.options.session_id,
+        )  # fmt: skip
 
     def _sequence_requests(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import numpy as np
 
 from bireme.errors import EngineStalledError, UnavailableError
 from bireme.gathering import all_results
+from bireme.kv.routing.generations import choose, weights_of
 from bireme.messages import EmbedRequest
 from bireme.metrics import Registry
 from bireme.pipelines.services import Services
@@ -33,6 +35,7 @@ class EmbeddingService:
         self._services = services
         self._encoder = EmbeddingEncoder(tokenizer, services.recipe, metrics)
         self.texts = self._encoder.texts
+        self._draw = random.Random()
         self._num_tokens: Counter[str] = Counter()  # under way, by worker
         self._num_asked: Counter[str] = Counter()  # requests that it was given so far, by worker
 
@@ -49,10 +52,18 @@ class EmbeddingService:
         size = dimensions or (capacity.embedding_size if capacity else _USUAL_SIZE)
         count = max(1, _PART_BYTES // (4 * size))
         parts = [texts[at : at + count] for at in range(0, len(texts), count)]
-        return np.concatenate(await all_results(self._embed_part(part, dimensions, canary, trace) for part in parts))
+        generation, *others = self._generations()
+        while True:  # all vectors of a request are of one generation, since they are compared
+            calls = (self._embed_part(part, dimensions, canary, trace, generation) for part in parts)
+            try:
+                return np.concatenate(await all_results(calls))
+            except UnavailableError as error:
+                if isinstance(error, EngineStalledError) or not others:
+                    raise
+                generation = others.pop(0)
 
     async def _embed_part(
-        self, texts: Sequence[Ids], dimensions: int, canary: str, trace: RequestTrace | None
+        self, texts: Sequence[Ids], dimensions: int, canary: str, trace: RequestTrace | None, generation: int | None
     ) -> Floats:
         """Ask the worker with the fewest tokens under way, of equals in turn; another one when that is down."""
         request = EmbedRequest(
@@ -63,7 +74,7 @@ class EmbeddingService:
         )
         num_tokens = sum(map(len, texts))
         failure = UnavailableError("no embedding worker takes requests now; try again")
-        workers = self._services.stage_workers(STAGE)
+        workers = self._services.stage_workers(STAGE, generation)
         for worker in sorted(workers, key=lambda name: (self._num_tokens[name], self._num_asked[name])):
             self._num_tokens[worker] += num_tokens
             self._num_asked[worker] += 1
@@ -79,6 +90,16 @@ class EmbeddingService:
             finally:
                 self._num_tokens[worker] -= num_tokens
         raise failure
+
+    def _generations(self) -> list[int | None]:
+        """Return those to try, one after the other; None: there is only one."""
+        if self._services.num_generations == 1:
+            return [None]
+        weights = weights_of(one for one in self._services.members.values() if one.stage == STAGE)
+        if not weights:
+            return [None]
+        first = choose(weights, "", self._draw)
+        return [first, *sorted(weights.keys() - {first}, reverse=True)]
 
     def close(self) -> None:
         self._encoder.close()

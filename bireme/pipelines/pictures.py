@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from bireme.canary_mark import is_canary
 from bireme.child_process import Backoff
 from bireme.config import Recipe
+from bireme.discovery.records import is_like
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -49,9 +50,10 @@ class RequestPictures:
 
     def __init__(
         self, services: Services, model: PictureModel, sources: Sequence[PictureSource], deadline: float = 0.0,
-        cache_salt: str = "",
+        cache_salt: str = "", session_id: str = "",
     ) -> None:  # fmt: skip
         """`deadline`: time.monotonic(); 0: none. `cache_salt`: the request's, which tells a canary."""
+        self.generation = services.router.choose_generation(session_id)  # that encodes them; None: there is only one
         self._services, self._model, self._deadline = services, model, deadline
         self._canary = cache_salt if is_canary(cache_salt) else ""
         self._sources = tuple(sources)
@@ -60,8 +62,7 @@ class RequestPictures:
 
     async def expand(self, ids: Ids, copies: int) -> Ids:
         """Return the prompt with room for each picture's embeddings. Raises RequestError naming the content part."""
-        answer, worker = await self._encode(copies)
-        self._stock = _handles(answer, worker)
+        self._stock, answer = await self._encode(copies)
         try:
             expanded, places = expand(ids, self._model.placeholder, [one.num_tokens for one in answer.pictures])
         except RequestError:
@@ -85,13 +86,20 @@ class RequestPictures:
         """The request's `multimodal` for a worker that gets the pictures' KV."""
         return encode_multimodal(self._items)
 
-    async def take(self) -> RequestEmbeddings:
-        """Return handles for one attempt, newly encoded if none are left."""
+    async def take(self, revision: str = "") -> RequestEmbeddings:
+        """Return handles for one attempt, newly encoded if none are left, or none of this revision of the model."""
+        if self._stock and not is_like(self._stock[0].revision, revision):
+            self.close()
         if not self._stock:
-            answer, worker = await self._encode(1)
+            self._stock, answer = await self._encode(1, revision)
             if [one.hash for one in answer.pictures] != [item.hash for item in self._items]:
                 raise RequestError(f"{self._sources[0].where}: it has changed between two fetches; send it again")
-            self._stock = _handles(answer, worker)
+            if [one.num_tokens for one in answer.pictures] != [item.num_tokens for item in self._items]:
+                self.close()
+                raise UnavailableError(
+                    f"{self._sources[0].where}: revision {revision} of the model has another number of tokens for it"
+                    " than the prompt, which one that has left has made room in; send it again"
+                )
         return RequestEmbeddings(self._services, self._stock.pop(), self._items)
 
     def close(self) -> None:
@@ -99,17 +107,22 @@ class RequestPictures:
         for handles in stock:
             self._services.run_in_background(self._services.workers.release(handles.worker, handles.texts))
 
-    async def _encode(self, copies: int) -> tuple[EncodeAnswer, str]:
-        """Encode on one worker after another until one can. Returns the answer and the worker."""
+    async def _encode(self, copies: int, revision: str = "") -> tuple[list[_Handles], EncodeAnswer]:
+        """Encode on one worker after another until one can. `revision`: that it must have; "": any."""
         recipe, tries = self._services.recipe, _Tries(self._services.recipe)
         at, pauses = secrets.randbelow(1 << 16), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
-            workers = self._services.stage_workers(recipe.encoder_stage)
+            workers = self._services.stage_workers(recipe.encoder_stage, self.generation, revision)
             try:
                 if not workers:
-                    raise UnavailableError(f"no {recipe.encoder_stage} worker takes pictures now; try again")
+                    needed = f" of the model's revision {revision}" if revision else ""
+                    raise UnavailableError(f"no {recipe.encoder_stage} worker{needed} takes pictures now; try again")
                 worker = workers[at % len(workers)]
-                return await self._encode_on(worker, copies), worker
+                record = self._services.members[worker]
+                answer = await self._encode_on(worker, copies)
+                if self.generation is not None:
+                    self.generation = record.generation
+                return _handles(answer, worker, record.revision), answer
             except UnavailableError as error:
                 tries.count(error)
             at += 1
@@ -186,11 +199,12 @@ class RequestEmbeddings:
 @dataclass(frozen=True, slots=True)
 class _Handles:
     worker: str
+    revision: str  # of the model that made the embeddings; "": not known
     texts: tuple[str, ...]  # one a picture
 
 
-def _handles(answer: EncodeAnswer, worker: str) -> list[_Handles]:
-    return [_Handles(worker, texts) for texts in zip(*(one.handles for one in answer.pictures), strict=True)]
+def _handles(answer: EncodeAnswer, worker: str, revision: str = "") -> list[_Handles]:
+    return [_Handles(worker, revision, texts) for texts in zip(*(one.handles for one in answer.pictures), strict=True)]
 
 
 def _with_handle(item: MediaItem, text: str) -> MediaItem:

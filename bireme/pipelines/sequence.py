@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 
 from bireme.child_process import Backoff
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import (
     BiremeError,
     DeadlineExceededError,
@@ -47,6 +48,7 @@ from bireme.errors import (
 )
 from bireme.kv.routing.placement import Candidate, Placement, RoutingRequest
 from bireme.messages import EngineRequest, Finish, Logprobs, SamplingParams, Usage
+from bireme.metrics import Registry
 from bireme.pipelines.pictures import RequestEmbeddings, RequestPictures
 from bireme.pipelines.sequence_spans import SequenceSpans
 from bireme.pipelines.services import Services
@@ -77,15 +79,18 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace: RequestTrace | None = None  # None: nobody traces it
 
     def routing_request(
-        self, is_resumed: bool = False, has_transfer: bool = True, revision: str = ""
+        self, is_resumed: bool = False, has_transfer: bool = True, made_by: WorkerRecord | None = None
     ) -> RoutingRequest:
+        """`made_by`: whose tokens were delivered."""
+        generation = self.pictures.generation if self.pictures is not None else None
         return RoutingRequest(
             prompt=self.prompt,
             options=self.options,
             media=self.pictures.spans if self.pictures is not None else (),
             is_resumed=is_resumed,
             has_transfer=has_transfer,
-            revision=revision,
+            revision=made_by.revision if made_by is not None else "",
+            generation=made_by.generation if made_by is not None else generation,
         )
 
 
@@ -127,7 +132,7 @@ class SequenceRunner:
         self._lease: _Lease | None = None  # of this attempt; between two only one that is kept
         self._prefill: tuple[str, Usage] | None = None  # worker and usage of the prefill that made the first token
         self._predicted_tokens: int | None = None  # of the prompt, that its worker should have found in its cache
-        self._revision = ""  # of the model that has made the tokens
+        self._made_by: WorkerRecord | None = None  # the tokens; None: there are none, or its record is not known
         self._has_kv = True  # a prefill's KV has arrived so far whenever it was to
         self._prompt_logprobs: Logprobs = None  # prefill's, until they are sent
         self._failing_since = 0.0
@@ -308,7 +313,8 @@ class SequenceRunner:
             if self._lease is None:
                 self._predicted_tokens = placement.cached_tokens
                 if self._request.pictures is not None:
-                    pictures = await self._request.pictures.take()
+                    revision = self._services.revision_of(placement.prefill or placement.decode)
+                    pictures = await self._request.pictures.take(revision)
                     request = msgspec.structs.replace(request, multimodal=pictures.multimodal)
             if placement.prefill is not None:
                 request = await self._prefilled(request, placement, placement.prefill)
@@ -328,7 +334,7 @@ class SequenceRunner:
     def _place(self) -> Placement:
         """Have the router choose. Raises what it refuses."""
         metrics = self.metrics
-        request = self._request.routing_request(bool(self.tokens), self._has_kv, self._revision)
+        request = self._request.routing_request(bool(self.tokens), self._has_kv, self._made_by)
         try:
             if (spans := self._spans) is None or not spans.has_details:
                 placement = self._services.router.place(request)
@@ -338,11 +344,7 @@ class SequenceRunner:
             metrics.add("bireme_routing_decisions_total", 1, "refused")
             self._services.note_fault("busy", "", error)
             raise
-        metrics.add("bireme_routing_decisions_total", 1, placement.reason)
-        for worker in filter(None, (placement.prefill, placement.decode)):
-            metrics.add("bireme_routed_total", 1, worker)
-        if placement.prefill is not None or placement.is_short:
-            metrics.add("bireme_prompts_placed_total", 1, "decode" if placement.is_short else "prefill")
+        _count(metrics, placement)
         if placement.prefill is None and self._lease is not None:  # decode computes the prompt itself
             self._lease.release()
             self._lease = None
@@ -441,7 +443,7 @@ class SequenceRunner:
             self.push = self._push_again
         if has_grown:
             self._failing_since, self._backoff = 0.0, None
-            self._revision = record.revision if record is not None else ""
+            self._made_by = record
         if finish.reason == "cancelled":
             return RequestCancelledError("the request was aborted")
         return generation.failure or from_message(finish.error)
@@ -537,6 +539,16 @@ class _Lease:
             return
         with contextlib.suppress(NotFoundError):  # it was faster than the abort
             await self._services.workers.abort_prefill(self.worker, self._request_id)
+
+
+def _count(metrics: Registry, placement: Placement) -> None:
+    metrics.add("bireme_routing_decisions_total", 1, placement.reason)
+    for worker in filter(None, (placement.prefill, placement.decode)):
+        metrics.add("bireme_routed_total", 1, worker)
+    if placement.generation is not None:
+        metrics.add("bireme_routed_generations_total", 1, str(placement.generation))
+    if placement.prefill is not None or placement.is_short:
+        metrics.add("bireme_prompts_placed_total", 1, "decode" if placement.is_short else "prefill")
 
 
 def _on_rank(request: EngineRequest, dp_rank: int | None) -> EngineRequest:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from bireme.canary_mark import is_canary
 from bireme.config import Recipe
-from bireme.discovery.records import WorkerRecord
+from bireme.discovery.records import WorkerRecord, is_like
 from bireme.discovery.view import WorkerView
 from bireme.errors import BiremeError, ResourceExhaustedError, drop_frames
 from bireme.kv.routing.router import WorkerRouter
@@ -67,6 +67,7 @@ class Services:
     num_active: int = 0
     observer: SequenceObserver | None = None
     members: Mapping[str, WorkerRecord] = field(default_factory=dict)  # by worker id, those that drain among them
+    num_generations: int = 1  # of the members
     discovery: WorkerView | None = None
     faults: FaultLog | None = None  # None: nobody asks for them
     traces: Traces | None = None  # of requests that begin here; None: nobody reads any
@@ -108,13 +109,21 @@ class Services:
         for name in view.keys() ^ self.members.keys():
             if "@" in name:  # those of the own server come with the recipe
                 logger.info("%s worker=%s", "worker_joined" if name in view else "worker_left", name)
-        self.members = view
+        self.members, self.num_generations = view, len({one.generation for one in view.values()})
         self.router.set_workers(view)
         self.workers.set_workers({name: one.life for name, one in view.items()})
 
-    def stage_workers(self, stage: str) -> list[str]:
-        """Return the workers of a stage that take requests."""
-        return [name for name, one in self.members.items() if one.stage == stage and not one.is_draining]
+    def stage_workers(self, stage: str, generation: int | None = None, revision: str = "") -> list[str]:
+        """Return the workers of a stage that take requests: of the generation if it has any, and of the revision."""
+        found = {name: one for name, one in self.members.items() if one.stage == stage and not one.is_draining}
+        if revision:
+            found = {name: one for name, one in found.items() if is_like(one.revision, revision)}
+        preferred = [name for name, one in found.items() if one.generation == generation]
+        return preferred or list(found)
+
+    def revision_of(self, worker: str) -> str:
+        """Return that of its model; "": it is not known."""
+        return self.members[worker].revision if worker in self.members else ""
 
     def capacity(self, stage: str = "decode") -> Capacity | None:
         """Return what the stage's first worker takes, once it is known."""

@@ -15,6 +15,7 @@ ABSENT = {
     "trtllm_": "TensorRT-LLM's own",
     "bireme_video_": "nothing here makes videos",
     "bireme_kv_staging_bytes": "KV that is on no GPU is not staged",
+    "bireme_routed_generations_total": "one generation serves alone",
     "bireme_weights_engines": "the memory service is off",
 }
 

@@ -81,6 +81,14 @@ DECISIONS = Row(
             ),
             lines("Waiting in the engines", "bireme_requests_waiting"),
             lines("Running in the engines", "bireme_requests_running"),
+            lines(
+                "Share of each generation",
+                "bireme_routed_generations_total",
+                units.RequestsPerSecond,
+                choice=by("generation"),
+                shape="parts of all",
+                note="Empty while one generation serves alone.",
+            ),
         ],
     ],
 )

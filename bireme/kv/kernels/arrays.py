@@ -7,4 +7,5 @@ import numpy.typing as npt
 
 Hashes = npt.NDArray[np.uint64]  # public hashes of KV blocks
 Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]

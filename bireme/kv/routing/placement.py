@@ -27,6 +27,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     media: tuple[MediaSpan, ...] = ()
     is_resumed: bool = False  # tokens were delivered: it is not refused, and decode computes its context itself
     revision: str = ""  # of the model that made the tokens which were delivered; "": any will do
+    generation: int | None = None  # that made them, or has its pictures: it goes on there where it can; None: by weight
     has_transfer: bool = True  # False: KV of an earlier attempt did not arrive, so decode computes the prompt
 
     def wanted(self, stage: str) -> tuple[str, int | None]:
@@ -47,6 +48,7 @@ class Placement:
     decode_dp_rank: int | None = None
     reason: str = field(default="", compare=False)  # how decode was chosen: a mode, only, direct or session
     is_short: bool = field(default=False, compare=False)  # prefill was left out: the prompt isn't worth its transfer
+    generation: int | None = field(default=None, compare=False)  # decode's; None: there is only one
     # Of the prompt, that the worker that computes it should find; None: nobody knows what workers hold.
     cached_tokens: int | None = field(default=None, compare=False)
     sent: tuple[tuple[Target, SentRequest], ...] = field(default=(), compare=False, repr=False)

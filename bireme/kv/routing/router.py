@@ -36,6 +36,7 @@ from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.kernels.arrays import Floats, Hashes, Mask
 from bireme.kv.routing.active import NO_BLOCKS, SentRequest
 from bireme.kv.routing.block_uses import BlockUses
+from bireme.kv.routing.generations import choose
 from bireme.kv.routing.placement import (
     ANYBODY,
     Candidate,
@@ -86,8 +87,9 @@ class Decision:
         cached_tokens = (prefill or decode).cached_tokens
         worker, rank = (prefill.target.worker, prefill.target.dp_rank) if prefill is not None else (None, None)
         return Placement(
-            worker, decode.target.worker, rank, decode.target.dp_rank, decode.reason, self.is_short, cached_tokens, sent
-        )
+            worker, decode.target.worker, rank, decode.target.dp_rank, decode.reason, self.is_short,
+            decode.target.generation, cached_tokens, sent,
+        )  # fmt: skip
 
 
 class WorkerRouter:
@@ -272,7 +274,11 @@ class WorkerRouter:
         sources = self._sources(request, skipped)
         has_prefill = bool(sources.any())
         takers = self._takers(request, (skipped, avoid, ()), has_prefill)
-        decode = self._choose("decode", takers, request, self._prices("decode", has_prefill), now)
+        if self._must_transfer:
+            takers = self._fed(takers, sources)
+        decode = self._choose(
+            "decode", takers, request, self._prices("decode", has_prefill), now, generation=request.generation
+        )
         if not has_prefill:
             return Decision(None, decode)
         wanted = request.wanted("prefill")
@@ -282,8 +288,12 @@ class WorkerRouter:
         if wanted == ANYBODY and not (sources & reach).any():
             return Decision(None, decode)
         return Decision(
-            self._choose("prefill", sources & reach, request, self._prices("prefill", True), now, reach), decode
-        )
+            self._choose(
+                "prefill", sources & reach, request, self._prices("prefill", True), now, reach,
+                decode.target.record.generation,
+            ),
+            decode,
+        )  # fmt: skip
 
     def _sources(self, request: RoutingRequest, skipped: Collection[str]) -> Mask:
         """Return the prefill workers that may compute the prompt; none of them: decode does."""
@@ -317,18 +327,35 @@ class WorkerRouter:
         reached = takers & self._reach("decode", self._records[prefill])
         return reached if reached.any() else takers
 
-    def _choose(
-        self, name: str, allowed: Mask, request: RoutingRequest, prices: Prices, now: float, reach: Mask | None = None
-    ) -> StageChoice:
-        """Choose one of a stage's workers: by the request itself, by its session, by the mode.
+    def _fed(self, takers: Mask, sources: Mask) -> Mask:
+        """Of several generations' takers return those that get KV from one of the sources; all where none does."""
+        stage = self._stages["decode"]
+        if stage.generations is None or not sources.any():
+            return takers
+        fed = np.zeros_like(takers)
+        for at in np.flatnonzero(takers):
+            fed[at] = (sources & self._reach("prefill", stage.targets[at].record)).any()
+        return fed if fed.any() else takers
 
-        `reach`: those that can do this request's part; None: all can.
+    def _choose(
+        self,
+        name: str,
+        allowed: Mask,
+        request: RoutingRequest,
+        prices: Prices,
+        now: float,
+        reach: Mask | None = None,
+        generation: int | None = None,
+    ) -> StageChoice:
+        """Choose one of a stage's workers: by the request itself, by generations, by its session, by the mode.
+
+        `reach`: those that can do this request's part; None: all can. `generation`: the preferred; None: by weight.
         """
         stage, reason = self._stages[name], ""
         mode = self._mode(request)
         if (wanted := request.wanted(name)) != ANYBODY:
             allowed, reason = self._named(name, *wanted, reach), "direct"
-        allowed = self._not_busy(name, allowed, request, now)
+        allowed = self._of_generation(stage, self._not_busy(name, allowed, request, now), request, generation)
         hashes = self._hash_prompt and self._hash_prompt(request, stage.tokens_per_block)
         held, cached = self._held(stage, request, hashes)
         if (session := request.options.session_id) and len(stage.targets) > 1:
@@ -420,6 +447,23 @@ class WorkerRouter:
                 retry_after_s=retry_s,
             )
         return free
+
+    def _of_generation(self, stage: StageTargets, allowed: Mask, request: RoutingRequest, wanted: int | None) -> Mask:
+        """Return the allowed of one generation: of the wanted, or of one by the weights of those that are allowed."""
+        generations = stage.generations
+        if generations is None:
+            return allowed
+        present = set(generations[allowed].tolist())
+        if wanted not in present:
+            weights = {generation: weight for generation, weight in stage.weights.items() if generation in present}
+            wanted = choose(weights, request.options.session_id, self._draw)
+        mask: Mask = allowed & (generations == wanted)
+        return mask
+
+    def choose_generation(self, session_id: str) -> int | None:
+        """Return where a request is to begin that other stages see before decode; None: there is only one."""
+        decode = self._stages["decode"]
+        return choose(decode.weights, session_id, self._draw) if decode.generations is not None else None
 
     def _reach(self, name: str, other: WorkerRecord) -> Mask:
         """Return which of a stage's workers can give KV to a worker of the other stage, or take its KV."""

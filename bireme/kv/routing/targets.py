@@ -9,9 +9,10 @@ import numpy as np
 
 from bireme.config import BusyRule
 from bireme.discovery.records import WorkerRecord, is_like
-from bireme.kv.kernels.arrays import Floats, Hashes, Mask
+from bireme.kv.kernels.arrays import Floats, Hashes, Mask, Numbers
 from bireme.kv.routing.active import ActiveRequests, SentRequest
 from bireme.kv.routing.block_uses import BlockUses
+from bireme.kv.routing.generations import weights_of
 from bireme.kv.wire.event_wire import WorkerLoad
 
 DEFAULT_TOKENS_PER_BLOCK = 32
@@ -27,6 +28,7 @@ class Target:
 
     def __init__(self, worker: str, dp_rank: int | None, record: WorkerRecord, uses: BlockUses | None) -> None:
         self.worker, self.dp_rank, self.record = worker, dp_rank, record
+        self.generation: int | None = None  # while its stage has several
         self.index = -1  # in its stage's columns; -1: it has left
         self.active = ActiveRequests(uses)
         self.report: WorkerLoad | None = None  # the last one that was counted
@@ -94,6 +96,7 @@ class StageTargets:
         # Workers of another block size are not let in.
         sizes = (target.record.tokens_per_block for target in self.targets)
         self.tokens_per_block = next(filter(None, sizes), DEFAULT_TOKENS_PER_BLOCK)
+        self._take_generations()
         self.is_ready: Mask = np.array([not target.record.is_draining for target in self.targets], bool)
         self._users = np.array([target.active.user for target in self.targets], np.int64)
         self._computing_users = np.array([target.active.computing_user for target in self.targets], np.int64)
@@ -109,6 +112,15 @@ class StageTargets:
         for index, target in enumerate(self.targets):
             target.index = index
             self._show(target)
+
+    def _take_generations(self) -> None:
+        self.weights = weights_of(target.record for target in self.targets)
+        has_several = len(self.weights) > 1
+        for target in self.targets:
+            target.generation = target.record.generation if has_several else None
+        self.generations: Numbers | None = None  # of the targets; None: those that take requests have but one
+        if has_several:
+            self.generations = np.array([target.generation for target in self.targets], np.int32)
 
     def _show(self, target: Target) -> None:
         index, own = target.index, target.active

@@ -89,6 +89,8 @@ def _worker(name: str, record: WorkerRecord, work: WorkerWork, folder: Path | No
         state=state,
         reason=reason,
         life=record.life,
+        generation=record.generation,
+        weight=record.weight,
         running=report.num_running if report else None,
         waiting=report.num_waiting if report else None,
         waiting_tokens=report.num_waiting_tokens if report else None,

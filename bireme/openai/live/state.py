@@ -33,6 +33,8 @@ class LiveWorker(msgspec.Struct):
     state: LiveWorkerState
     reason: str  # of a state that is not ready
     life: int  # of its engine, which began then: Unix time, ms; another number is another engine; 0: not known
+    generation: int  # of its launch
+    weight: float  # that its generation's launch carries
     running: int | None  # requests in the batch
     waiting: int | None  # requests in its queue
     waiting_tokens: int | None  # prompt tokens that are still to be computed
