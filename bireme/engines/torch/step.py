@@ -99,7 +99,7 @@ class Sequence:
     computed: int = 0
     slot: int = -1  # row of the batch's block tables
     mirrored: list[int] = field(default_factory=list)  # per group, blocks copied to that row
-    resident: list[int] = field(default_factory=list)  # per group, blocks that ResidentDecode has; empty: not there
+    resident: list[int] = field(default_factory=list)  # per group, blocks that ResidentTables has told; empty: none
     is_sampling: bool = False  # the sampler knows it
     guidance: Guidance | None = None  # set before it joins the queue, if the request has a guide
     wants_prompt_logprobs: bool = False
@@ -176,6 +176,12 @@ class SchedulerOutput:
     def sequences(self) -> list[Sequence]:
         """In the order of the step's rows."""
         return [*self.decodes, *(sequence for sequence, _ in self.chunks)]
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Return those whose next token comes of the step that is planned."""
+        ends = (sequence for sequence, count in self.chunks if sequence.computed + count == len(sequence.tokens))
+        return [*self.decodes, *ends]
 
     @property
     def largest(self) -> Sequence:

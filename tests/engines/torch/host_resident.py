@@ -1,8 +1,10 @@
-"""ResidentDecode's contract on a CPU, so that steps are started ahead there: tokens are chosen before anybody asks."""
+"""ResidentDecode's and MixedSteps' contract on a CPU: steps are started ahead there, and tokens chosen before anybody
+asks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,9 @@ class Flight:
     logits: torch.Tensor  # until the next step is started
     tokens: list[int]
 
+    def read(self) -> list[int]:
+        return list(self.tokens)
+
 
 class HostResident:
     """Computes as the engine's own steps do. A row draws by its parameters alone, as on a GPU: without its guide."""
@@ -28,29 +33,38 @@ class HostResident:
     most_rows = 16
 
     def __init__(self, parts: Parts) -> None:
+        self.num_mixed = 0
         self.num_ahead = 0  # steps that were started before the tokens of the one before were read
         self._parts = parts
         self._flight: Flight | None = None
         self._last: dict[Any, int] = {}
 
-    def start(self, batch: Sequence[Request], row_of: Callable[[Request], Row], ahead: int = 0) -> Flight:
+    @classmethod
+    def put_into(cls, parts: Parts) -> HostResident:
+        """Have it start an engine's steps, those with prompts as well."""
+        parts.forward.resident = parts.forward.mixed = own = cls(parts)  # type: ignore[assignment]
+        return own
+
+    def takes(self, plan: SchedulerOutput) -> bool:
+        return not any(sequence.wants_prompt_logprobs for sequence, _ in plan.chunks)
+
+    def start(self, plan: SchedulerOutput, row_of: Callable[[Request], Row], ahead: int = 0) -> Flight:
         if self._flight is not None:
             self._flight.logits.fill_(float("nan"))
         self.num_ahead += ahead
-        for sequence in batch if ahead else ():
+        self.num_mixed += bool(plan.chunks)
+        computed = [sequence.computed for sequence in plan.decodes]
+        for sequence in plan.decodes if ahead else ():
             sequence.tokens.append(self._last[sequence.key])
-            sequence.computed += 1
-        logits = self._parts.forward.run(SchedulerOutput(decodes=list(batch))).logits.clone()
-        for sequence in batch if ahead else ():
+            sequence.computed = len(sequence.tokens) - 1
+        logits, batch = self._parts.forward.run(plan).logits.clone(), plan.sampled
+        for sequence, before in zip(plan.decodes if ahead else (), computed, strict=False):
             sequence.tokens.pop()
-            sequence.computed -= 1
+            sequence.computed = before
         tokens = [_drawn(logits[at], row_of(sequence), ahead) for at, sequence in enumerate(batch)]
         self._last = dict(zip((sequence.key for sequence in batch), tokens, strict=True))
         self._flight = Flight(logits, tokens)
         return self._flight
-
-    def tokens(self, flight: Flight) -> list[int]:
-        return list(flight.tokens)
 
     def make_next_graph(self) -> bool:
         return False

@@ -78,7 +78,7 @@ class Overlapping(Steps):
 
     def step(self) -> list[Sequence]:
         plan = self.started or self.scheduler.schedule()
-        self.started = self.scheduler.follow(plan) if not plan.chunks and plan.decodes else None
+        self.started = self.scheduler.follow(plan) if plan.has_tokens else None
         self.admitted = self.scheduler.admit_imports().imports if self.started is not None else plan.imports
         self.now += STEP_S
         self.end(plan)

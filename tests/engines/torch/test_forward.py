@@ -38,7 +38,7 @@ def start(tmp_path):
         )
         started.append(engine)
         forward = engine.core._parts.forward
-        makers = [*forward.graphs.values(), forward.resident]
+        makers = [*forward.graphs.values(), forward.mixed, forward.resident]
         wait_for(lambda: not any(getattr(maker, "_to_make", ()) for maker in makers), 60)
         engine.settle()
         engine.metrics.take_delta()
@@ -101,14 +101,30 @@ def test_decodes_of_the_fused_decoder_are_resident_and_other_steps_are_its_own(s
     assert "step_paths resident,fused\n" in caplog.text
 
 
-@on_gpu
-def test_a_short_prompt_alone_is_a_graph_of_the_fused_decoder(start, caplog):
+def test_steps_with_few_tokens_of_prompts_are_mixed_with_decodes_or_without(start, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    engine = start(True)
+    engine.run([request(PROMPT, 4)])
+    assert paths(engine) == {"mixed": 1, "resident": 3}
+    assert two_prompts(engine) == {"mixed": 2, "resident": 1}
+    paths_there = "resident,mixed,prompt_graph,fused" if IS_CUDA else "resident,mixed,fused"
+    assert f"step_paths {paths_there}\n" in caplog.text
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_not_mixed(start, monkeypatch):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    engine = start(True)
+    engine.run([request(PROMPT, 2, prompt_logprobs=1)])
+    assert paths(engine) == {"fused": 1, "resident": 1}
+
+
+@on_gpu
+def test_a_short_chunk_behind_many_tokens_alone_is_a_graph_of_the_fused_decoder(start, monkeypatch):
+    monkeypatch.setattr("bireme.engines.torch.forward.mixed_steps._MOST_SEEN", 8)
     engine = start(True)
     engine.run([request(PROMPT, 4)])
     assert paths(engine) == {"prompt_graph": 1, "resident": 3}
-    assert two_prompts(engine) == {"fused": 2, "resident": 1}
-    assert "step_paths resident,prompt_graph,fused\n" in caplog.text
 
 
 @on_gpu

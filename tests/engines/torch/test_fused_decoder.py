@@ -70,6 +70,22 @@ def test_an_engine_on_the_fused_decoder_answers_as_one_on_modules(answer, monkey
     assert answer(is_fused=True, disable_overlap_scheduler=is_serial) == expected
 
 
+def test_prompts_that_join_decodes_in_parts_are_answered_as_alone(tmp_path, monkeypatch):
+    path = tiny_models.save(tmp_path, "mistral", **(SMALL | KINDS["mistral"]))
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    asked = [request(prompt, 6, temperature=at % 2, seed=at) for at, prompt in enumerate(make_prompts(11, 3, 13, 7))]
+    settings = {**ENGINE, "max_batch_size": 4, "max_num_tokens": 9, "enable_block_reuse": False}
+    with Harness(path, **settings) as engine:
+        expected = [engine.run([one])[0] for one in asked]
+        first = engine.submit(request(PROMPTS[0], 18))
+        assert first.has_tokens.wait(60)
+        assert engine.run(asked) == expected and first.finish.error == ""
+        engine.settle()
+        counters = engine.metrics.take_delta().counters
+    steps = {labels[-1]: count for name, labels, count in counters if name == "bireme_engine_steps_total"}
+    assert steps["mixed"] > 8 and set(steps) == {"mixed", "resident"}
+
+
 def test_blocks_that_come_back_beside_a_running_decode_come_once(tmp_path, monkeypatch, caplog):
     path = tiny_models.save(tmp_path, "mistral", **SMALL)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)

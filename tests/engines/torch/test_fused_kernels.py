@@ -18,6 +18,7 @@ from bireme.messages import SamplingParams
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch.forward import decoder_weights
 from bireme.engines.torch.kernels import (
+    chunk_attention,
     decode_attention,
     draw,
     experts,
@@ -153,6 +154,29 @@ def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window, so
         results.append((out, keys, values))
     close(*results)
     assert not scratch.counters.any()
+
+
+@pytest.mark.parametrize(("size", "window", "softcap"), [(16, 0, 0.0), (16, 33, 2.0), (24, 33, 0.0), (24, 0, 0.5)])
+def test_chunks_of_prompts_attend_as_plain_torch(randn, size, window, softcap):
+    chunks = [(0, 20, 2, 0), (20, 1, 0, 70), (21, 37, 3, 133)]  # first row, rows, slot, position; row 58 is nobody's
+    tokens = chunk_attention.tile_tokens(HEADS, NUM_KV)
+    tiles = np.concatenate(
+        [np.zeros((2, 4), np.int32), *(chunk_attention.cut_into_tiles(*one, tokens) for one in chunks)]
+    )
+    assert sorted(tiles[:, 1])[-1] == tokens and tiles[:, 1].sum() == 58
+    query = randn(59, HEADS + NUM_KV, size)
+    keys, values = (randn(BLOCKS * BLOCK_SIZE, NUM_KV * size) for _ in range(2))
+    table = torch.randperm(BLOCKS, device=DEVICE).view(4, 40).int()
+    out = torch.zeros(59, HEADS * size, device=DEVICE)
+    told = torch.from_numpy(tiles).to(DEVICE)
+    chunk_attention.chunk_attention(query, told, table, keys, values, out, BLOCK_SIZE, HEADS, 0.3, window, softcap)
+    expected = torch.zeros_like(out)
+    for first, count, slot, position in chunks:
+        rows = slice(first, first + count)
+        lengths = torch.arange(position, position + count, device=DEVICE) + 1
+        seen = (query[rows, :HEADS], keys, values, table[slot].expand(count, -1), lengths, BLOCK_SIZE, NUM_KV, 0.3)
+        expected[rows] = references.paged_decode(*seen, window, softcap or None).flatten(1)
+    close(out, expected)
 
 
 def test_rows_are_cut_into_parts_that_cover_them_once():

@@ -248,7 +248,7 @@ def test_steps_are_started_ahead_but_for_those_that_a_guide_holds(engine, temper
     expected = [engine.run([one])[0] for one in asked]
     assert re.search(re.escape(TOKENIZER.decode([token])) + "[0-9]{4};", TOKENIZER.decode(expected[0]))
     with Harness(str(MODEL)) as ahead:
-        resident = ahead.core._parts.forward.resident = HostResident(ahead.core._parts)
+        resident = HostResident.put_into(ahead.core._parts)
         assert ahead.run(asked) == expected and resident.num_ahead > 20
 
 

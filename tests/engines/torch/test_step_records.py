@@ -77,7 +77,7 @@ def records_of(engine):
 def test_records_add_up_to_the_tokens_that_were_computed_and_generated(tiny, case, overlaps):
     with recording(tiny("llama").path, **CASES[case]) as engine:
         if overlaps:
-            resident = engine.core._parts.forward.resident = HostResident(engine.core._parts)
+            resident = HostResident.put_into(engine.core._parts)
         results = [engine.submit(request(prompt, 24)) for prompt in [*PROMPTS, *PROMPTS[:4]]]
         assert [result.finish.error for result in results] == [""] * len(results)
         steps, records = records_of(engine)

@@ -51,13 +51,21 @@ class DecodeState:
         steps, parts = told[: rows * columns], told[rows * columns : self.size_of(rows)]
         return steps.reshape(rows, columns), parts.reshape(self.num_groups, -1, PART_COLUMNS)
 
-    def fill(self, told: Ints, rows: int, count: int, slots: Ints, positions: Ints) -> Ints:
-        """Say which rows there are, of a step for `rows` of which `count` are wanted; return `steps`, tokens zero."""
+    def fill(self, told: Ints, rows: int, slots: Ints, positions: Ints) -> Ints:
+        """Say which rows there are, of a step for `rows` of one token each; return `steps`, tokens zero."""
         steps, parts = self.views(told, rows)
-        steps[:] = (self.spare, 0, 0, *[NO_BLOCK] * (2 * self.num_groups))
-        steps[:count, SLOT], steps[:count, POSITION] = slots, positions
-        for group, window in enumerate(self.windows):
-            count, most = parts.shape[1], most_parts(self.num_kv)
-            parts[group] = cut_into_parts(steps[:, SLOT], steps[:, POSITION], count, most, window, self.tile)
+        self.fill_steps(steps, slots, positions)
+        self.fill_parts(parts, steps[:, SLOT], steps[:, POSITION])
         found: Ints = steps
         return found
+
+    def fill_steps(self, steps: Ints, slots: Ints, positions: Ints) -> None:
+        """Say what the first rows are; the others write to the null block."""
+        steps[:] = (self.spare, 0, 0, *[NO_BLOCK] * (2 * self.num_groups))
+        steps[: len(slots), SLOT], steps[: len(slots), POSITION] = slots, positions
+
+    def fill_parts(self, parts: Ints, slots: Ints, positions: Ints) -> None:
+        """Cut what these rows see into parts, (groups, parts, 7)."""
+        for group, window in enumerate(self.windows):
+            most = most_parts(self.num_kv)
+            parts[group] = cut_into_parts(slots, positions, parts.shape[1], most, window, self.tile)

@@ -5,7 +5,8 @@
 | CPU | of `decoder_weights.FAMILIES`, without pictures | any | `packed`: PackedDecoder |
 | CPU | any other | any | `modules`: transformers' own, attention by PagedStep |
 | GPU | of these families, without pictures | decodes alone | `resident`: ResidentDecode, and its graph of that size |
-| GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the fused decoder |
+| GPU | the same | decodes and chunks of few tokens together | `mixed`: MixedSteps, and their graph of that many rows |
+| GPU | the same | one short chunk behind many tokens, alone | `prompt_graph`: PromptGraphs of the fused decoder |
 | GPU | the same | any other | `fused`: FusedDecoder, kernel by kernel |
 | GPU | any other | decodes alone | `decode_graph`: DecodeGraphs of the modules |
 | GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the modules |
@@ -30,7 +31,8 @@ from bireme.engines.torch.forward.modules import Modules
 from bireme.engines.torch.step import Batch, SchedulerOutput
 
 if TYPE_CHECKING:  # Triton's language comes with CUDA builds alone
-    from bireme.engines.torch.forward.resident_decode import ResidentDecode
+    from bireme.engines.torch.forward.mixed_steps import MixedSteps
+    from bireme.engines.torch.forward.resident_decode import Flight, ResidentDecode, RowOf
 
 
 class StepPath(enum.StrEnum):
@@ -40,6 +42,7 @@ class StepPath(enum.StrEnum):
     PACKED = enum.auto()
     FUSED = enum.auto()
     RESIDENT = enum.auto()
+    MIXED = enum.auto()
     DECODE_GRAPH = enum.auto()
     PROMPT_GRAPH = enum.auto()
 
@@ -47,6 +50,13 @@ class StepPath(enum.StrEnum):
 class Decoder(Protocol):
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
+
+
+class Resident(Protocol):
+    """Starts steps whose tokens are chosen on the GPU."""
+
+    def start(self, plan: SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
+        """`ahead`: tokens of each sequence that have been started and not been read."""
 
 
 class Graphs(Protocol):
@@ -75,6 +85,7 @@ class Forward:
         self.decoder: Decoder = modules
         self.builder = builder
         self.resident: ResidentDecode | None = None
+        self.mixed: MixedSteps | None = None
         self.graphs: dict[StepPath, Graphs] = {}
         self._path = StepPath.MODULES  # the decoder's
         self._last_step: torch.cuda.Event | None = None  # of which nothing was read back
@@ -82,18 +93,21 @@ class Forward:
     @property
     def paths(self) -> list[StepPath]:
         """The paths that this engine has, the most special first."""
-        return [*([StepPath.RESIDENT] if self.resident is not None else []), *self.graphs, self._path]
+        own = {StepPath.RESIDENT: self.resident, StepPath.MIXED: self.mixed}
+        return [*(path for path, steps in own.items() if steps is not None), *self.graphs, self._path]
 
     def use(self, path: StepPath, decoder: Decoder, builder: BatchBuilder) -> None:
         """Have a decoder of ours compute the steps, in place of the model's modules."""
         self._path, self.decoder, self.builder = path, decoder, builder
 
-    def resident_for(self, plan: SchedulerOutput) -> ResidentDecode | None:
+    def resident_for(self, plan: SchedulerOutput) -> tuple[StepPath, Resident] | None:
         """Return what starts this step and chooses its tokens on the GPU; None: `run` it."""
-        resident = self.resident
-        return (
-            resident if resident is not None and not plan.chunks and len(plan.decodes) <= resident.most_rows else None
-        )
+        resident, mixed = self.resident, self.mixed
+        if plan.chunks:
+            return (StepPath.MIXED, mixed) if mixed is not None and mixed.takes(plan) else None
+        if resident is not None and len(plan.decodes) <= resident.most_rows:
+            return StepPath.RESIDENT, resident
+        return None
 
     def run(self, plan: SchedulerOutput) -> Computed:
         batch = self.builder.build(plan)
@@ -108,7 +122,7 @@ class Forward:
 
     def make_next_graph(self) -> bool:
         """Make a graph that later steps will want, while nothing runs; False: there is none left."""
-        makers: list[Any] = [*self.graphs.values(), self.resident]
+        makers: list[Any] = [*self.graphs.values(), self.mixed, self.resident]
         return any(maker.make_next_graph() for maker in makers if maker is not None)
 
     def keep_pace(self) -> None:

@@ -12,13 +12,14 @@ from bireme.engines.torch.forward.attention import Extras
 from bireme.engines.torch.forward.decode_state import DecodeState
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.forward.kernel_step import attend_stored
+from bireme.engines.torch.kernels.chunk_attention import chunk_attention
 from bireme.engines.torch.kernels.decode_attention import decode_attention
 from bireme.engines.torch.kernels.experts import add_experts
 from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rotary import rotate_and_store
 from bireme.engines.torch.kernels.row_wise import cap, gate, rms_norm
-from bireme.engines.torch.kernels.step_begin import begin_step
+from bireme.engines.torch.kernels.step_begin import POSITION, SLOT, begin_step
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, KernelGroup
 
@@ -98,6 +99,32 @@ class FusedDecoder:
             one_row_linear(x, weights.head, None, weights.norm, eps, out=logits)
         else:
             _logits(rms_norm(x, weights.norm, eps), weights.head, logits)
+        return cap(logits, weights.softcap) if weights.softcap else logits
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def mixed(self, state: DecodeState, steps: Tensor, parts: Tensor, tiles: Tensor, wanted: Tensor) -> Tensor:
+        """A step of one token a row, as mixed_steps.py tells it: returns the logits of rows `wanted` (W,)."""
+        weights, store, eps, size = self.weights, self._store, self.weights.eps, self._store.tokens_per_block
+        heads = weights.num_heads
+        x = begin_step(steps, state.tables, state.last, weights.embeddings, self._scale)
+        slots, positions = steps[:, SLOT].contiguous(), steps[:, POSITION].contiguous()
+        blocks = state.tables[:, slots, positions // size]
+        pool_rows = blocks * size + positions % size  # (groups, R)
+        attended = torch.zeros(
+            len(x), heads * weights.layers[0].rotary.cos_sin.shape[1], dtype=x.dtype, device=x.device
+        )
+        for index, layer in enumerate(weights.layers):
+            group, keys, values = store.group_of[index], store.keys[index], store.values[index]
+            qkv = F.linear(rms_norm(x, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
+            rotary, table, window = layer.rotary, state.tables[group], self._windows[index]
+            norms = (rotary.q_norm, rotary.k_norm, rotary.eps)
+            turned = rotate_and_store(qkv, *norms, rotary.cos_sin, positions, pool_rows[group], keys, values, heads)
+            settings = (size, heads, layer.scaling, window, layer.softcap)
+            decode_attention(qkv, rotary, parts[group], table, keys, values, state.scratch, *settings, attended)
+            chunk_attention(turned, tiles, table, keys, values, attended, *settings)
+            _add_product(x, attended, layer.output, layer.attention_post_norm, eps)
+            self._add_mlp(x, layer, is_few=False)
+        logits = _logits(rms_norm(x[wanted], weights.norm, eps), weights.head, state.logits[: len(wanted)])
         return cap(logits, weights.softcap) if weights.softcap else logits
 
     def _add_mlp(self, x: Tensor, layer: DecoderLayer, is_few: bool) -> None:

@@ -16,7 +16,7 @@ from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, w
 from bireme.engines.torch.forward.forward import Forward, StepPath
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
-from bireme.engines.torch.forward.warmup import FirstPasses, check_packed, check_resident
+from bireme.engines.torch.forward.warmup import FirstPasses, check_mixed, check_packed, check_resident
 from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.weights.limits import check_kv_dtype, narrow_windows
@@ -118,6 +118,7 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
     from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes
     from bireme.engines.torch.forward.decode_state import DecodeState
     from bireme.engines.torch.forward.fused_decoder import FusedDecoder
+    from bireme.engines.torch.forward.mixed_steps import MixedSteps
     from bireme.engines.torch.forward.resident_decode import ResidentDecode
 
     store, most, config = on.store, on.limits.max_batch_size, setup.config.cuda_graph_config
@@ -128,6 +129,14 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
     check_resident(resident, on)
     on.forward.use(StepPath.FUSED, decoder, on.forward.builder)
     on.forward.resident = resident
+    if config is not None and config.enable_padding:
+        mixed = MixedSteps(decoder, state, model.vocab_size, on.limits.max_num_tokens, bool(graphs))
+        try:
+            check_mixed(mixed, resident, on)
+        except Exception as error:  # steps with prompts are launched kernel by kernel
+            logger.warning("mixed_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
+        else:
+            on.forward.mixed = mixed
 
 
 def add_graphs(setup: Setup, model: StepModel, forward: Forward, store: KvStore) -> None:

@@ -33,88 +33,38 @@ RowOf = Callable[[step.Sequence], Row]
 class Flight:
     """A step that was started; its tokens are on their way."""
 
-    count: int
     logits: Tensor  # (count, vocabulary), until the next step is started
     tokens: Tensor  # (count,) in host memory, once `done`
     done: torch.cuda.Event | None
 
-
-class ResidentDecode:
-    """Used by the engine's thread."""
-
-    def __init__(
-        self,
-        decoder: FusedDecoder,
-        state: DecodeState,
-        vocab_size: int,
-        sizes: Sequence[int],
-        graphs: Sequence[int] = (),
-        is_padded: bool = True,
-    ) -> None:
-        """`sizes`: batch sizes that steps are made for, those with a graph among them.
-
-        Padded: a batch between two sizes is filled up, otherwise launched as it is.
-        """
-        self.most_rows = sizes[-1]
-        self.decoder, self.vocab_size = decoder, vocab_size
-        self._state, self._sizes = state, sizes
-        self._is_cuda = state.told.device.type == "cuda"
-        self._turn = 0
-        shapes = (state.told.shape, state.tokens.shape)
-        self._told, self._heard = (
-            [torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(2)] for shape in shapes
-        )
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._is_padded = is_padded
-        self._to_make = sorted(graphs)  # each when a step first needs it, or before, when there is nothing to do
-        self.graph_error = ""  # why the last of those could not be made
-
-    def start(self, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int = 0) -> Flight:
-        """Start a step of one token for each. `ahead`: tokens of each that have been started and not been read."""
-        self._turn = 1 - self._turn
-        count, state = len(batch), self._state
-        size = next(size for size in self._sizes if size >= count) if self._is_padded else count
-        if size in self._to_make:
-            self._make_graph(size)
-        told = self._told[self._turn]
-        self._tell(told.numpy(), batch, row_of, ahead, size)
-        length = state.size_of(size)
-        state.told[:length].copy_(told[:length], non_blocking=True)
-        with torch.inference_mode():
-            if (graph := self._graphs.get(size)) is not None:
-                graph.replay()
-            else:
-                self._compute(size)
-            heard = self._heard[self._turn][:count]
-            heard.copy_(state.tokens[:count], non_blocking=True)
+    @classmethod
+    def depart(cls, state: DecodeState, heard: Tensor) -> Flight:
+        """Have the tokens of a step that was started come to `heard` (count,), which is page-locked."""
+        heard.copy_(state.tokens[: len(heard)], non_blocking=True)
         done = None
-        if self._is_cuda:
+        if state.tokens.is_cuda:
             done = torch.cuda.Event()
             done.record()
-        return Flight(count, state.logits[:count], heard, done)
+        return cls(state.logits[: len(heard)], heard, done)
 
-    def make_next_graph(self) -> bool:
-        """Make the largest of the graphs that no step has needed yet; False: all are made. Of an idle engine."""
-        if not self._to_make:
-            return False
-        self._make_graph(self._to_make[-1])
-        return True
-
-    def tokens(self, flight: Flight) -> list[int]:
-        """Wait for a step and return its tokens; UNUSABLE for a row whose logits are not finite."""
-        if flight.done is not None:
-            flight.done.synchronize()
-        found: list[int] = flight.tokens.tolist()
+    def read(self) -> list[int]:
+        """Wait for the step and return its tokens; UNUSABLE for a row whose logits are not finite."""
+        if self.done is not None:
+            self.done.synchronize()
+        found: list[int] = self.tokens.tolist()
         return found
 
-    def _tell(self, told: Ints, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
-        """Fill in what the step is told; of requests that are new here, or changed a lot, all is copied at once."""
-        slots = np.array([sequence.slot for sequence in batch], dtype=np.int32)
-        positions = np.array([sequence.computed + ahead for sequence in batch], dtype=np.int32)
-        steps = self._state.fill(told, size, len(batch), slots, positions)
-        steps[: len(batch), TOKEN] = TAKE_LAST if ahead else [sequence.tokens[-1] for sequence in batch]
+
+class ResidentTables:
+    """Tells the GPU of requests that are new there, and of their new blocks."""
+
+    def __init__(self, state: DecodeState) -> None:
+        self._state = state
+
+    def tell(self, steps: Ints, rows: Sequence[tuple[int, step.Sequence]], row_of: RowOf) -> None:
+        """Fill in the block that each request has got, in its first row; of new ones, or with more, all is copied."""
         new = []
-        for row, sequence in enumerate(batch):
+        for row, sequence in rows:
             blocks, resident = sequence.table.blocks, sequence.resident
             if not resident or any(len(own) > known + 1 for own, known in zip(blocks, resident, strict=True)):
                 new.append(sequence)
@@ -137,6 +87,71 @@ class ResidentDecode:
             for row, sequence in zip(rows, new, strict=True):
                 row[: len(sequence.table.blocks[group])] = sequence.table.blocks[group]
             table[:, : rows.shape[1]].index_copy_(0, slots, torch.from_numpy(rows).to(device))
+
+
+class ResidentDecode:
+    """Used by the engine's thread."""
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        state: DecodeState,
+        vocab_size: int,
+        sizes: Sequence[int],
+        graphs: Sequence[int] = (),
+        is_padded: bool = True,
+    ) -> None:
+        """`sizes`: batch sizes that steps are made for, those with a graph among them.
+
+        Padded: a batch between two sizes is filled up, otherwise launched as it is.
+        """
+        self.most_rows = sizes[-1]
+        self.decoder, self.vocab_size = decoder, vocab_size
+        self._state, self._sizes, self._tables = state, sizes, ResidentTables(state)
+        self._is_cuda = state.told.device.type == "cuda"
+        self._turn = 0
+        shapes = (state.told.shape, state.tokens.shape)
+        self._told, self._heard = (
+            [torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(2)] for shape in shapes
+        )
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._is_padded = is_padded
+        self._to_make = sorted(graphs)  # each when a step first needs it, or before, when there is nothing to do
+        self.graph_error = ""  # why the last of those could not be made
+
+    def start(self, plan: step.SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
+        """Start a step of decodes alone. `ahead`: tokens of each that have been started and not been read."""
+        batch = plan.decodes
+        self._turn = 1 - self._turn
+        count, state = len(batch), self._state
+        size = next(size for size in self._sizes if size >= count) if self._is_padded else count
+        if size in self._to_make:
+            self._make_graph(size)
+        told = self._told[self._turn]
+        self._tell(told.numpy(), batch, row_of, ahead, size)
+        length = state.size_of(size)
+        state.told[:length].copy_(told[:length], non_blocking=True)
+        with torch.inference_mode():
+            if (graph := self._graphs.get(size)) is not None:
+                graph.replay()
+            else:
+                self._compute(size)
+            return Flight.depart(state, self._heard[self._turn][:count])
+
+    def make_next_graph(self) -> bool:
+        """Make the largest of the graphs that no step has needed yet; False: all are made. Of an idle engine."""
+        if not self._to_make:
+            return False
+        self._make_graph(self._to_make[-1])
+        return True
+
+    def _tell(self, told: Ints, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
+        """Fill in what the step is told."""
+        slots = np.array([sequence.slot for sequence in batch], dtype=np.int32)
+        positions = np.array([len(sequence.tokens) - 1 + ahead for sequence in batch], dtype=np.int32)
+        steps = self._state.fill(told, size, slots, positions)
+        steps[: len(batch), TOKEN] = TAKE_LAST if ahead else [sequence.tokens[-1] for sequence in batch]
+        self._tables.tell(steps, list(enumerate(batch)), row_of)
 
     def _compute(self, size: int) -> Tensor:
         state = self._state
@@ -161,6 +176,6 @@ class ResidentDecode:
     def _make(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph:
         nothing, state = np.zeros(0, dtype=np.int32), self._state
         told = np.zeros(state.size_of(size), dtype=np.int32)
-        state.fill(told, size, 0, nothing, nothing)
+        state.fill(told, size, nothing, nothing)
         state.told[: len(told)].copy_(torch.from_numpy(told))
         return make_graph(lambda: self._compute(size), pool, lambda: None)

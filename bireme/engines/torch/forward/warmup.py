@@ -24,6 +24,7 @@ from bireme.logits.rows import Row
 from bireme.messages import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from bireme.engines.torch.forward.mixed_steps import MixedSteps
     from bireme.engines.torch.forward.packed_decoder import PackedDecoder
     from bireme.engines.torch.forward.resident_decode import ResidentDecode
 
@@ -81,13 +82,32 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         _go_on(sequence, count)
         step = builder.build(SchedulerOutput(decodes=[sequence]))
         row = Row(SamplingParams(), [], (), (), resident.vocab_size)
-        flight = resident.start([sequence], lambda _: row)
-        resident.tokens(flight)
+        flight = resident.start(SchedulerOutput(decodes=[sequence]), lambda _: row)
+        flight.read()
         if resident.graph_error:
             raise RuntimeError(f"its first graph: {resident.graph_error}")
         found = flight.logits.clone()
         expected = on.findings.logits(f"decode step after {count}", lambda: modules.compute(step))
         _compare("decode step", expected, found, has_experts)
+
+
+def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) -> None:
+    """The same of a prompt's rows, and of the row that decodes behind them. Raises RuntimeError."""
+    modules, builder, has_experts = on.forward.modules, on.forward.builder, resident.decoder.weights.has_experts
+    row = Row(SamplingParams(), [], (), (), resident.vocab_size)
+    with _checked(on.manager, on.limits) as (sequence, count):
+        plans = {
+            f"prompt of {count}": SchedulerOutput(chunks=[(sequence, count)]),
+            f"decode step after {count}": SchedulerOutput(decodes=[sequence]),
+        }
+        for what, plan in plans.items():
+            if plan.decodes:
+                _go_on(sequence, count)
+            by_modules = partial(_compute, modules.compute, builder, sequence, plan)
+            expected = on.findings.logits(what, by_modules)
+            flight = mixed.start(plan, lambda _: row)
+            flight.read()
+            _compare(f"mixed {what}", expected, flight.logits, has_experts)
 
 
 def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses) -> None:

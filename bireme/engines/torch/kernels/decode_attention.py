@@ -222,6 +222,9 @@ def tile_of(dtype: torch.dtype, size: int) -> int:
 
 def cut_into_parts(slots: Ints, positions: Ints, count: int, most: int, window: int, tile: int) -> Ints:
     """Return (count, 7) for rows of one token each, long parts first; at most `most` parts a row, of equal length."""
+    parts = np.zeros((count, PART_COLUMNS), dtype=np.int32)
+    if not len(slots):
+        return parts
     first = np.maximum(0, positions + 1 - window) // tile if window else np.zeros_like(positions)
     tiles = -(-positions // tile) - first  # of the tokens before the row's own
     a_part = max(1, -(-int(tiles.sum()) // count), -(-int(tiles.max()) // most))
@@ -232,7 +235,6 @@ def cut_into_parts(slots: Ints, positions: Ints, count: int, most: int, window: 
     begin = first[row] + number * a_part
     end = np.minimum(begin + a_part, (first + tiles)[row])
     order = np.argsort(begin - end, kind="stable")
-    parts = np.zeros((count, PART_COLUMNS), dtype=np.int32)
     columns = (row, slots[row], positions[row], begin, end, number, used[row])
     parts[: len(row)] = np.stack(columns, 1)[order]
     return parts
@@ -251,14 +253,16 @@ def decode_attention(
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """qkv (R, (H + 2 N) K), parts of `cut_into_parts`, table (slots, columns) int32 -> (R, H K).
+    """qkv (R, (H + 2 N) K), parts of `cut_into_parts`, table (slots, columns) int32 -> (R, H K), of rows with parts.
 
     Window 0: all. Softcap 0: none.
     """
     rows, size = len(qkv), rotary.cos_sin.shape[1]
     num_kv = keys.shape[1] // size
-    out = torch.empty(rows, num_heads * size, dtype=qkv.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty(rows, num_heads * size, dtype=qkv.dtype, device=qkv.device)
     pad_k, pad_heads = max(16, triton.next_power_of_2(size)), triton.next_power_of_2(num_heads // num_kv)
     _attention_kernel[(num_kv, len(parts))](
         qkv,

@@ -28,7 +28,7 @@ from bireme.kv.wire.step_records import ScheduledRequests
 from bireme.logits.sampler import Sampled
 
 if TYPE_CHECKING:  # Triton's language: CUDA builds alone
-    from bireme.engines.torch.forward.resident_decode import Flight, ResidentDecode
+    from bireme.engines.torch.forward.resident_decode import Flight
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -41,9 +41,9 @@ class BrokenEngineError(BiremeError):
 
 @dataclass(slots=True)
 class _Started:
-    """A decode step whose tokens have not been read."""
+    """A step whose tokens have not been read."""
 
-    resident: ResidentDecode
+    path: StepPath
     plan: SchedulerOutput
     batch: list[Sequence]  # in the order of its rows
     flight: Flight
@@ -142,8 +142,8 @@ class EngineCore:
         self._begin(plan, began)
         if not plan.has_tokens:
             return
-        if (resident := self._parts.forward.resident_for(plan)) is not None:
-            self._run_resident(resident, plan, began)
+        if self._parts.forward.resident_for(plan) is not None:
+            self._run_resident(plan, began)
         elif (computed := self._compute(plan)) is not None:
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
             sampled = self._sample(computed)
@@ -216,12 +216,14 @@ class EngineCore:
         manager.commit(sequence.table, sequence.tokens, sequence.computed)
         manager.slide(sequence.table, sequence.computed)
 
-    def _run_resident(self, resident: ResidentDecode, plan: SchedulerOutput, began: float) -> None:
-        """Start a decode step. Where its rows need nothing from here, its tokens are read when the next has started."""
-        started = self._start(resident, plan, began)
-        rows = [self._parts.sampler.row(sequence.key) for sequence in plan.decodes]
-        is_on_its_way = all(row.is_simple for row in rows) and not any(
-            sequence.request.request_type == "context_only" for sequence in plan.decodes
+    def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
+        """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""
+        started = self._start(plan, began)
+        rows = [self._parts.sampler.row(sequence.key) for sequence in started.batch]
+        is_on_its_way = (
+            all(row.is_simple for row in rows)
+            and not any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
+            and not (plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
         )
         if is_on_its_way and self._parts.limits.overlaps:
             self._started = started
@@ -230,34 +232,38 @@ class EngineCore:
 
     def _go_on(self, started: _Started, began: float) -> None:
         following = None if _has_guided(started.batch) else self.scheduler.follow(started.plan)
-        self._started = None if following is None else self._start(started.resident, following, began, ahead=1)
+        self._started = None if following is None else self._start(following, began, ahead=1)
         if self._started is not None:  # the GPU is busy meanwhile, and copies wait for what it has been given
             self._arrivals.start(self.scheduler.admit_imports(), began)
         self._land(started)
 
-    def _start(self, resident: ResidentDecode, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
-        sampler = self._parts.sampler
-        flight = resident.start(plan.decodes, lambda sequence: sampler.row(sequence.key), ahead)
+    def _start(self, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
+        chosen, sampler = self._parts.forward.resident_for(plan), self._parts.sampler
+        assert chosen is not None
+        path, resident = chosen
+        flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
-        return _Started(resident, plan, list(plan.decodes), flight, began, scheduled)
+        return _Started(path, plan, plan.sampled, flight, began, scheduled)
 
     def _land(self, started: _Started) -> None:
         """Read the tokens of a step and deliver them."""
         running = [row for row, sequence in enumerate(started.batch) if sequence.state is SequenceStatus.RUNNING]
-        sampled = self._chosen(started, running)
-        started.plan.keep_running()
-        self._advance(started.plan)
+        plan, sampled = started.plan, self._chosen(started, running)
+        plan.keep_running()
+        self._advance(plan)
         now = time.monotonic()
+        if plan.chunks:
+            note_chunks(plan, self._parts.prompt_work, self.num_steps, started.began_at, now)
         self._delivery.accept_all(started.batch, sampled, now)
-        self._parts.accounts.stepped(StepPath.RESIDENT, now - max(started.began_at, self._landed_at), len(running))
+        self._parts.accounts.stepped(started.path, now - max(started.began_at, self._landed_at), len(running))
         if self._recorder is not None and started.scheduled is not None:
-            self._recorder.stepped(started.scheduled, StepPath.RESIDENT, started.began_at)
+            self._recorder.stepped(started.scheduled, started.path, started.began_at)
         self._landed_at = now
 
     def _chosen(self, started: _Started, running: list[int]) -> Sampled:
         """Return the tokens that the GPU has chosen, and choose those that it could not."""
         sampler, batch = self._parts.sampler, started.batch
-        tokens = started.resident.tokens(started.flight)
+        tokens = started.flight.read()
         sampled = Sampled(tokens, [None] * len(batch))
         edited = [row for row in running if not sampler.row(batch[row].key).is_simple]
         if edited:

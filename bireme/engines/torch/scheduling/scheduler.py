@@ -54,7 +54,7 @@ class Scheduler:
         return plan
 
     def follow(self, plan: SchedulerOutput) -> SchedulerOutput | None:
-        """Plan the step after one that only decodes, before its tokens are known; None: they are needed first.
+        """Plan the step after one that was started, before its tokens are known; None: they are needed first.
 
         Requests that reach their length in the first are left out. One that turns out to have ended with a stop token
         takes part in vain: the blocks that it writes to are its own until then.
@@ -64,9 +64,9 @@ class Scheduler:
         rests = not self.best_effort.may_run(now)
         if self._may_join(rests):
             return None
-        wanted, going = _running(self.running, rests), _running(plan.decodes, rests)
+        wanted, going = _running(self.running, rests), _running(plan.sampled, rests)
         if len(going) < len(wanted):
-            return None  # others have joined
+            return None  # others have joined, or a prompt goes on
         going = [sequence for sequence in going if sequence.num_output + 1 < sequence.max_tokens]
         if not going or not all(self._has_room_ahead(sequence) for sequence in going):
             return None
@@ -85,7 +85,7 @@ class Scheduler:
 
     def _has_room_ahead(self, sequence: Sequence) -> bool:
         """Grow for the token after the one that is being computed; False: there are no blocks."""
-        manager, computed = self._manager, sequence.computed + 1
+        manager, computed = self._manager, len(sequence.tokens)
         has_room = manager.can_grow(sequence.table, computed + 1, computed)
         if has_room:
             manager.grow(sequence.table, computed + 1, computed)

@@ -66,4 +66,4 @@ def _lengths(rows: list[Sequence]) -> list[int]:
 
 
 def _lengths_ahead(rows: list[Sequence]) -> list[int]:
-    return [one.computed + 1 for one in rows]
+    return [len(one.tokens) for one in rows]

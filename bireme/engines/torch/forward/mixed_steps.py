@@ -1,0 +1,181 @@
+"""Steps of decodes and prompts' tokens together over the state of ResidentDecode: each row is one token.
+
+Who decodes and where chunks begin is data, so one CUDA graph for each number of rows holds them all, and the tokens
+are chosen on the GPU: the step after one is started before anybody has read those. A step between two sizes is
+filled up with rows that see nothing and write to the null block. Until its graph is made it is launched kernel by
+kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.forward.decode_state import DecodeState, Ints
+from bireme.engines.torch.forward.fused_decoder import FusedDecoder
+from bireme.engines.torch.forward.graphs import make_graph
+from bireme.engines.torch.forward.resident_decode import Flight, ResidentTables, RowOf
+from bireme.engines.torch.kernels.chunk_attention import TILE_COLUMNS, cut_into_tiles, tile_tokens
+from bireme.engines.torch.kernels.decode_attention import PART_COLUMNS, num_parts
+from bireme.engines.torch.kernels.draw import draw
+from bireme.engines.torch.kernels.step_begin import BLOCKS, POSITION, SLOT, TOKEN
+from bireme.engines.torch.step import SchedulerOutput
+
+logger = logging.getLogger("bireme.engines.torch")
+
+_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768)  # rows; with more the GPU works for longer than a launch
+_MOST_CHUNKS = 16
+_MOST_SEEN = 4096  # tokens before and in a chunk: a longer context is read in parts, or by flash attention
+_MOST_MISSES = 8  # steps without their graph until it is made beside running requests
+DRAWN_COLUMNS = 3  # slot, position, row
+
+
+@dataclass(frozen=True, slots=True)
+class MixedTold:
+    """What a step of R rows is told, tensors or arrays, all int32."""
+
+    steps: Any  # (R, 3 + 2 * groups)
+    parts: Any  # (groups, parts, 7) of the rows that decode
+    tiles: Any  # (tiles, 4) of the prompts' rows
+    drawn: Any  # (W, 3): whose next token is chosen
+
+
+class MixedSteps:
+    """Used by the engine's thread."""
+
+    def __init__(
+        self, decoder: FusedDecoder, state: DecodeState, vocab_size: int, most_tokens: int, has_graphs: bool = True
+    ) -> None:
+        """`most_tokens`: of a step."""
+        self._decoder, self._state, self._vocab_size = decoder, state, vocab_size
+        self._most_rows = len(state.tokens)  # that decode
+        self._sizes = [size for at, size in enumerate(_SIZES) if not at or _SIZES[at - 1] < most_tokens]
+        self._tokens = tile_tokens(decoder.weights.num_heads, state.num_kv)
+        length = self._length(self._sizes[-1])
+        device, is_cuda = state.told.device, state.told.is_cuda
+        self._told = torch.zeros(length, dtype=torch.int32, device=device)
+        self._host = torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda)
+        self._heard = torch.zeros(self._most_rows, dtype=torch.int32, pin_memory=is_cuda)
+        self._tables = ResidentTables(state)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._to_make = list(self._sizes) if has_graphs else []
+        self._misses = dict.fromkeys(self._sizes, 0)
+
+    def takes(self, plan: SchedulerOutput) -> bool:
+        rows = len(plan.decodes) + sum(count for _, count in plan.chunks)
+        return (
+            rows <= self._sizes[-1]
+            and len(plan.chunks) <= _MOST_CHUNKS
+            and all(
+                sequence.computed + count <= _MOST_SEEN and not sequence.wants_prompt_logprobs
+                for sequence, count in plan.chunks
+            )
+        )
+
+    def start(self, plan: SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
+        """Start a step. `ahead` is 0: none is started while the tokens before it are not known."""
+        rows = len(plan.decodes) + sum(count for _, count in plan.chunks)
+        size = self._size_for(rows)
+        length = self._length(size)
+        self._tell(self._views(self._host.numpy(), size), plan, row_of)
+        self._told[:length].copy_(self._host[:length], non_blocking=True)
+        with torch.inference_mode():
+            if (graph := self._graphs.get(size)) is not None:
+                graph.replay()
+            else:
+                self._compute(size)
+            return Flight.depart(self._state, self._heard[: len(plan.sampled)])
+
+    def make_next_graph(self) -> bool:
+        """Make the largest that is not made, into whose memory the others fit; False: there is none."""
+        if not self._to_make:
+            return False
+        self._make_graph(self._to_make[-1])
+        return True
+
+    def _size_for(self, rows: int) -> int:
+        """Return the size of the smallest graph that holds them, made now if many steps have lacked it, or `rows`."""
+        best = next(size for size in self._sizes if size >= rows)
+        if best in self._to_make:
+            self._misses[best] += 1
+            if self._misses[best] > _MOST_MISSES:
+                self._make_graph(best)
+        return min((size for size in self._graphs if size >= rows), default=rows)
+
+    def _length(self, size: int) -> int:
+        return self._ends(size)[-1]
+
+    def _ends(self, size: int) -> list[int]:
+        """Return where the parts of what is told end."""
+        groups, decodes = self._state.num_groups, min(size, self._most_rows)
+        lengths = (
+            size * (BLOCKS + 2 * groups),
+            groups * num_parts(decodes, self._state.num_kv) * PART_COLUMNS,
+            (size // self._tokens + _MOST_CHUNKS) * TILE_COLUMNS,
+            decodes * DRAWN_COLUMNS,
+        )
+        return [int(end) for end in np.cumsum(lengths)]
+
+    def _views(self, told: Any, size: int) -> MixedTold:
+        one, two, three, four = self._ends(size)
+        groups = self._state.num_groups
+        return MixedTold(
+            told[:one].reshape(size, -1),
+            told[one:two].reshape(groups, -1, PART_COLUMNS),
+            told[two:three].reshape(-1, TILE_COLUMNS),
+            told[three:four].reshape(-1, DRAWN_COLUMNS),
+        )
+
+    def _tell(self, told: MixedTold, plan: SchedulerOutput, row_of: RowOf) -> None:
+        state, decodes = self._state, plan.decodes
+        slots = np.array([sequence.slot for sequence in decodes], dtype=np.int32)
+        positions = np.array([len(sequence.tokens) - 1 for sequence in decodes], dtype=np.int32)
+        state.fill_steps(told.steps, slots, positions)
+        state.fill_parts(told.parts, slots, positions)
+        told.steps[: len(decodes), TOKEN] = [sequence.tokens[-1] for sequence in decodes]
+        drawn = [(slot, position, row) for row, (slot, position) in enumerate(zip(slots, positions, strict=True))]
+        firsts, tiles, row = list(enumerate(decodes)), [], len(decodes)
+        for sequence, count in plan.chunks:
+            first, end = sequence.computed, sequence.computed + count
+            own = told.steps[row : row + count]
+            own[:, SLOT], own[:, POSITION] = sequence.slot, range(first, end)
+            own[:, TOKEN] = sequence.tokens[first:end]
+            tiles.append(cut_into_tiles(row, count, sequence.slot, first, self._tokens))
+            firsts.append((row, sequence))
+            row += count
+            if end == len(sequence.tokens):
+                drawn.append((sequence.slot, end - 1, row - 1))
+        told.tiles[:] = 0
+        found: Ints = np.concatenate(tiles) if tiles else told.tiles[:0]
+        told.tiles[: len(found)] = found
+        told.drawn[:] = (state.spare, 0, 0)
+        told.drawn[: len(drawn)] = drawn or told.drawn[:0]
+        self._tables.tell(told.steps, firsts, row_of)
+
+    def _compute(self, size: int) -> Tensor:
+        state, told = self._state, self._views(self._told, size)
+        logits = self._decoder.mixed(state, told.steps, told.parts, told.tiles, told.drawn[:, 2])
+        tokens = state.tokens[: len(told.drawn)]
+        draw(logits, told.drawn, state.requests, state.last, tokens, self._vocab_size)
+        return logits
+
+    def _make_graph(self, size: int) -> None:
+        """Make a graph in the memory of the others; where that fails its steps go without."""
+        self._to_make.remove(size)
+        began, others = time.monotonic(), next(iter(self._graphs.values()), None)
+        self._tell(self._views(self._host.numpy(), size), SchedulerOutput(), lambda sequence: None)  # type: ignore[arg-type,return-value]
+        self._told.copy_(self._host)
+        try:
+            with torch.inference_mode():
+                pool = None if others is None else others.pool()
+                self._graphs[size] = make_graph(lambda: self._compute(size), pool, lambda: None)
+        except Exception as error:
+            logger.warning("mixed_graph_off rows=%d reason=%s", size, str(error).partition("\n")[0])
+            return
+        logger.info("mixed_graph_made rows=%d s=%.3f", size, time.monotonic() - began)
