@@ -1,8 +1,8 @@
 """Requests that arrive at random, in the torch engine on a GPU: steps with prompts as one launch against kernels.
 
 An engine with its thread in this process, on random weights (bf16) of a known model's shape, without a server. Two
-loads, each in turns with MixedSteps and without (`kernels`: every step that has a prompt is launched kernel by kernel,
-and no step is started while its tokens are not known):
+loads, each in turns with MixedSteps, without (`kernels`: every step that has a prompt is launched kernel by kernel, and
+none is started while its tokens are not known) and with the next step started as soon as it can be (`at_once`):
 
 * `join`: streams run, and one prompt of so many tokens comes at a random moment of a step. Told are the prompt's first
   token, and the longest gap that a stream has from just before it came until its first token.
@@ -36,12 +36,14 @@ from bireme.config import EngineConfig, KvCacheConfig, Limits
 from bireme.engines.base import EngineContext, PlainTokens, RequestKey, StepOutput
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.engine import TorchEngine
+from bireme.engines.torch.forward.forward import StepPath
+from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry
 
 AIM_JOIN_128 = 19.5  # ms to the first token of 128 tokens that join 64 streams of the 8B shape
 AIM_TPOT = {8.0: 6.89, 20.0: 7.82, 30.0: 8.98}  # ms: what vLLM 0.26 needed in process on an H100
-WAYS = ("mixed", "kernels")
+WAYS = ("mixed", "at_once", "kernels")
 _WAIT_S = 120.0
 
 
@@ -59,6 +61,11 @@ class Asked:
     @property
     def gaps(self) -> list[float]:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+
+class NoPace(StepPace):
+    def starts_next_at(self, path: StepPath, num_rows: int, began_at: float) -> float:
+        return 0.0
 
 
 class Running:
@@ -81,12 +88,16 @@ class Running:
         self._random = np.random.default_rng(2)
         loaded = self._engine._loaded
         assert loaded is not None
-        self._forward = loaded.core._parts.forward
+        self._core, self._forward = loaded.core, loaded.core._parts.forward
         self._mixed = self._forward.mixed
         self._post(lambda: self._prepare(loaded.core))
 
     def use(self, way: str) -> None:
-        self._post(lambda: setattr(self._forward, "mixed", self._mixed if way == "mixed" else None))
+        def change() -> None:
+            self._forward.mixed = None if way == "kernels" else self._mixed
+            self._core._pace = NoPace() if way == "at_once" else StepPace()
+
+        self._post(change)
 
     def submit(self, num_tokens: int, max_tokens: int) -> Asked:
         prompt = self._random.integers(10, 500, num_tokens).astype("<i4").tobytes()

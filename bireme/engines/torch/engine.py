@@ -143,6 +143,7 @@ class TorchEngine(EncodeSide):
 
     def _turn(self, core: EngineCore) -> None:
         """Take the inbox, run a step, emit its output; sleep when there is nothing to do."""
+        self._await_arrivals(core)
         self._take_inbox()
         core.requests.expire(time.monotonic())
         self._publish(core)  # first tokens of joined requests, and ends: they need not wait for the step
@@ -154,6 +155,13 @@ class TorchEngine(EncodeSide):
         self._publish(core)
         if not has_run and not core.prepare():
             self._sleep(core)
+
+    def _await_arrivals(self, core: EngineCore) -> None:
+        """Leave a step alone until the next one has to be started, or something comes."""
+        if until := core.starts_next_at:
+            with self._wake:
+                if not self._inbox and not self._is_stopping and (left := until - time.monotonic()) > 0:
+                    self._wake.wait(left)
 
     def _take_inbox(self) -> None:
         for action in self._take():

@@ -156,6 +156,7 @@ class SchedulerOutput:
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
     imports: list[Sequence] = field(default_factory=list)  # admitted; their KV is to be fetched
     onboards: list[tuple[Sequence, list[BlockCopy]]] = field(default_factory=list)  # admitted; copies to be made first
+    under_way: list[tuple[Sequence, int]] | None = None  # chunks of the step before, where that has not ended
     budget: int = 0
 
     @property
@@ -176,6 +177,10 @@ class SchedulerOutput:
     def sequences(self) -> list[Sequence]:
         """In the order of the step's rows."""
         return [*self.decodes, *(sequence for sequence, _ in self.chunks)]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(count for _, count in self.chunks)
 
     @property
     def sampled(self) -> list[Sequence]:

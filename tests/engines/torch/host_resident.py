@@ -61,7 +61,8 @@ class HostResident:
         for sequence, before in zip(plan.decodes if ahead else (), computed, strict=False):
             sequence.tokens.pop()
             sequence.computed = before
-        tokens = [_drawn(logits[at], row_of(sequence), ahead) for at, sequence in enumerate(batch)]
+        num_ahead = len(plan.decodes) if ahead else 0
+        tokens = [_drawn(logits[at], row_of(one), ahead=at < num_ahead) for at, one in enumerate(batch)]
         self._last = dict(zip((sequence.key for sequence in batch), tokens, strict=True))
         self._flight = Flight(logits, tokens)
         return self._flight

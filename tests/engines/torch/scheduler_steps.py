@@ -18,8 +18,15 @@ STEP_S = 0.01
 class Steps:
     """A scheduler whose steps take STEP_S of a clock of its own, and choose token 7."""
 
-    def __init__(self, may_preempt: bool = False, num_blocks: int = 40_000, share: float = 0.1, **limits: Any) -> None:
-        self.manager = BlockManager([GroupSpec(0, num_blocks)], 4, model="m", enable_reuse=False)
+    def __init__(
+        self,
+        may_preempt: bool = False,
+        num_blocks: int = 40_000,
+        share: float = 0.1,
+        enable_reuse: bool = False,
+        **limits: Any,
+    ) -> None:
+        self.manager = BlockManager([GroupSpec(0, num_blocks)], 4, model="m", enable_reuse=enable_reuse)
         known = {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 4096, "max_input_len": 4096}
         known |= {"tokens_per_block": 4, "enable_chunked_prefill": True, "max_logprob_rows": 64, "max_queue_size": 64}
         known |= {"max_queue_time_s": 0.0, "best_effort_share": share, "may_preempt": may_preempt}
@@ -56,6 +63,7 @@ class Steps:
     def end(self, plan: SchedulerOutput) -> None:
         for sequence, count in [*((one, 1) for one in plan.decodes), *plan.chunks]:
             sequence.computed += count
+            self.manager.commit(sequence.table, sequence.tokens, sequence.computed)
             if sequence.computed == len(sequence.tokens):
                 sequence.tokens.append(7)
                 sequence.first_token_at = sequence.first_token_at or self.now
@@ -79,7 +87,9 @@ class Overlapping(Steps):
     def step(self) -> list[Sequence]:
         plan = self.started or self.scheduler.schedule()
         self.started = self.scheduler.follow(plan) if plan.has_tokens else None
-        self.admitted = self.scheduler.admit_imports().imports if self.started is not None else plan.imports
+        self.admitted = plan.imports
+        if self.started is not None:
+            self.admitted = [*self.started.imports, *self.scheduler.admit_imports().imports]
         self.now += STEP_S
         self.end(plan)
         return self.members(plan)

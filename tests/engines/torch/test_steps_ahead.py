@@ -34,16 +34,42 @@ def test_a_request_whose_kv_comes_is_admitted_beside_a_step():
     assert steps.step() == [live, coming] and steps.started is not None
 
 
-def test_all_that_wait_are_admitted_at_once_up_to_one_that_is_to_be_computed():
+def test_all_that_wait_are_admitted_and_a_prompt_joins_the_next_step():
     steps, live = running()
     first, second = steps.add_import(), steps.add_import()
     prompt, third = steps.add(), steps.add_import()
+    assert steps.step() == [live] and steps.admitted == [first, second]
+    assert steps.step() == [live] and steps.admitted == [third]
+    assert steps.started.chunks == [(prompt, 4)] and third.state is SequenceStatus.IMPORTING
+    assert steps.step() == [live, prompt]
+    assert steps.started is not None and steps.step() == [live, prompt]
+
+
+def test_a_prompt_that_joins_has_its_own_tokens_however_few_are_left_to_compute():
+    steps, live = running()
+    prompt = steps.add(num_prompt=1)
     steps.step()
-    assert steps.started is not None and steps.admitted == [first, second]
-    assert prompt.state is third.state is SequenceStatus.WAITING
+    assert steps.started.decodes == [live] and steps.started.chunks == [(prompt, 1)]
+
+
+def test_a_prompt_that_does_not_fit_into_a_step_goes_on_in_one_that_is_planned_anew():
+    steps, live = running()
+    prompt = steps.add(num_prompt=100)
     steps.step()
-    assert steps.started is None  # the next one is planned anew, with the prompt
-    assert prompt in steps.step() and third.state is SequenceStatus.IMPORTING
+    assert steps.started.chunks == [(prompt, 63)]
+    steps.step()
+    assert steps.started is None and steps.step() == [live, prompt] and steps.started is not None
+
+
+def test_one_whose_first_block_is_being_computed_waits_for_it():
+    steps, live = running(enable_reuse=True)
+    prompt, same = steps.add(num_prompt=20), steps.add(num_prompt=20)
+    steps.step()
+    assert steps.started.chunks == [(prompt, 16)]  # the one that runs has computed the first block
+    steps.step()
+    assert steps.started.chunks == [] and same.state is SequenceStatus.WAITING
+    steps.step()
+    assert same.computed == 16 and steps.started.chunks == [(same, 4)]
 
 
 def test_one_that_finds_no_room_holds_up_nobody_and_comes_in_when_there_is_some():

@@ -24,8 +24,9 @@ from bireme.engines.torch.forward.resident_decode import Flight, ResidentTables,
 from bireme.engines.torch.kernels.chunk_attention import TILE_COLUMNS, cut_into_tiles, tile_tokens
 from bireme.engines.torch.kernels.decode_attention import PART_COLUMNS, num_parts
 from bireme.engines.torch.kernels.draw import draw
-from bireme.engines.torch.kernels.step_begin import BLOCKS, POSITION, SLOT, TOKEN
-from bireme.engines.torch.step import SchedulerOutput
+from bireme.engines.torch.kernels.step_begin import BLOCKS, POSITION, SLOT, TAKE_LAST, TOKEN
+from bireme.engines.torch.step import SchedulerOutput, Sequence
+from bireme.logits.rows import Row
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -60,17 +61,19 @@ class MixedSteps:
         length = self._length(self._sizes[-1])
         device, is_cuda = state.told.device, state.told.is_cuda
         self._told = torch.zeros(length, dtype=torch.int32, device=device)
-        self._host = torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda)
-        self._heard = torch.zeros(self._most_rows, dtype=torch.int32, pin_memory=is_cuda)
+        self._turn = 0  # one step's may be on its way while another one's is filled in
+        self._host, self._heard = (
+            [torch.zeros(count, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+            for count in (length, self._most_rows)
+        )
         self._tables = ResidentTables(state)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._to_make = list(self._sizes) if has_graphs else []
         self._misses = dict.fromkeys(self._sizes, 0)
 
     def takes(self, plan: SchedulerOutput) -> bool:
-        rows = len(plan.decodes) + sum(count for _, count in plan.chunks)
         return (
-            rows <= self._sizes[-1]
+            plan.num_tokens <= self._sizes[-1]
             and len(plan.chunks) <= _MOST_CHUNKS
             and all(
                 sequence.computed + count <= _MOST_SEEN and not sequence.wants_prompt_logprobs
@@ -79,18 +82,18 @@ class MixedSteps:
         )
 
     def start(self, plan: SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
-        """Start a step. `ahead` is 0: none is started while the tokens before it are not known."""
-        rows = len(plan.decodes) + sum(count for _, count in plan.chunks)
-        size = self._size_for(rows)
+        """Start a step. `ahead`: tokens of each that decodes that have been started and not been read."""
+        self._turn = 1 - self._turn
+        size, host = self._size_for(plan.num_tokens), self._host[self._turn]
         length = self._length(size)
-        self._tell(self._views(self._host.numpy(), size), plan, row_of)
-        self._told[:length].copy_(self._host[:length], non_blocking=True)
+        self._tell(self._views(host.numpy(), size), plan, row_of, ahead)
+        self._told[:length].copy_(host[:length], non_blocking=True)
         with torch.inference_mode():
             if (graph := self._graphs.get(size)) is not None:
                 graph.replay()
             else:
                 self._compute(size)
-            return Flight.depart(self._state, self._heard[: len(plan.sampled)])
+            return Flight.depart(self._state, self._heard[self._turn][: len(plan.sampled)])
 
     def make_next_graph(self) -> bool:
         """Make the largest that is not made, into whose memory the others fit; False: there is none."""
@@ -132,13 +135,13 @@ class MixedSteps:
             told[three:four].reshape(-1, DRAWN_COLUMNS),
         )
 
-    def _tell(self, told: MixedTold, plan: SchedulerOutput, row_of: RowOf) -> None:
+    def _tell(self, told: MixedTold, plan: SchedulerOutput, row_of: RowOf, ahead: int) -> None:
         state, decodes = self._state, plan.decodes
         slots = np.array([sequence.slot for sequence in decodes], dtype=np.int32)
-        positions = np.array([len(sequence.tokens) - 1 for sequence in decodes], dtype=np.int32)
+        positions = np.array([len(sequence.tokens) - 1 + ahead for sequence in decodes], dtype=np.int32)
         state.fill_steps(told.steps, slots, positions)
         state.fill_parts(told.parts, slots, positions)
-        told.steps[: len(decodes), TOKEN] = [sequence.tokens[-1] for sequence in decodes]
+        told.steps[: len(decodes), TOKEN] = TAKE_LAST if ahead else [sequence.tokens[-1] for sequence in decodes]
         drawn = [(slot, position, row) for row, (slot, position) in enumerate(zip(slots, positions, strict=True))]
         firsts, tiles, row = list(enumerate(decodes)), [], len(decodes)
         for sequence, count in plan.chunks:
@@ -169,8 +172,9 @@ class MixedSteps:
         """Make a graph in the memory of the others; where that fails its steps go without."""
         self._to_make.remove(size)
         began, others = time.monotonic(), next(iter(self._graphs.values()), None)
-        self._tell(self._views(self._host.numpy(), size), SchedulerOutput(), lambda sequence: None)  # type: ignore[arg-type,return-value]
-        self._told.copy_(self._host)
+        nothing = torch.zeros(self._length(size), dtype=torch.int32)
+        self._tell(self._views(nothing.numpy(), size), SchedulerOutput(), _no_row, 0)
+        self._told[: len(nothing)].copy_(nothing)
         try:
             with torch.inference_mode():
                 pool = None if others is None else others.pool()
@@ -179,3 +183,7 @@ class MixedSteps:
             logger.warning("mixed_graph_off rows=%d reason=%s", size, str(error).partition("\n")[0])
             return
         logger.info("mixed_graph_made rows=%d s=%.3f", size, time.monotonic() - began)
+
+
+def _no_row(sequence: Sequence) -> Row:
+    raise AssertionError("a step of nothing asks for no row")

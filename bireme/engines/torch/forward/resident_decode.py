@@ -11,8 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,15 +80,21 @@ class ResidentTables:
             self._copy_whole(new, row_of)
 
     def _copy_whole(self, new: Sequence[step.Sequence], row_of: RowOf) -> None:
-        state, device = self._state, self._state.told.device
-        slots = torch.tensor([sequence.slot for sequence in new], device=device)
+        state = self._state
+        slots = self._sent(np.array([sequence.slot for sequence in new]))
         params = np.stack([request_columns(row_of(sequence), sequence.num_prompt) for sequence in new])
-        state.requests.index_copy_(0, slots, torch.from_numpy(params).to(device))
+        state.requests.index_copy_(0, slots, self._sent(params))
         for group, table in enumerate(state.tables):
             rows = np.zeros((len(new), max(len(sequence.table.blocks[group]) for sequence in new)), dtype=np.int32)
             for row, sequence in zip(rows, new, strict=True):
                 row[: len(sequence.table.blocks[group])] = sequence.table.blocks[group]
-            table[:, : rows.shape[1]].index_copy_(0, slots, torch.from_numpy(rows).to(device))
+            table[:, : rows.shape[1]].index_copy_(0, slots, self._sent(rows))
+
+    def _sent(self, array: npt.NDArray[Any]) -> Tensor:
+        """Return it on the device, by a copy that waits for nothing: a step may be running."""
+        tensor = torch.from_numpy(array)
+        device = self._state.told.device
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class ResidentDecode:

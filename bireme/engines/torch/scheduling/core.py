@@ -17,6 +17,7 @@ from bireme.engines.base import PlainTokens, StepOutput
 from bireme.engines.torch.forward.forward import Computed, StepPath
 from bireme.engines.torch.scheduling.arrivals import Arrivals
 from bireme.engines.torch.scheduling.delivery import TokenDelivery
+from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
@@ -63,6 +64,7 @@ class EngineCore:
         self._num_failed_steps = 0
         self._started: _Started | None = None
         self._landed_at = 0.0
+        self._pace = StepPace()
 
     @property
     def num_waiting(self) -> int:
@@ -94,6 +96,15 @@ class EngineCore:
     def wakes_at(self) -> float | None:
         """When there is something to do again, if nothing happens before; None: nothing is waited for."""
         return min(filter(None, (self.requests.deadlines.next, self.scheduler.wakes_at)), default=None)
+
+    @property
+    def starts_next_at(self) -> float:
+        """When a step is to be started beside the one under way; 0: there is none, or at once."""
+        started = self._started
+        if started is None or self.num_waiting:
+            return 0.0
+        began_at = max(started.began_at, self._landed_at)
+        return self._pace.starts_next_at(started.path, started.plan.num_tokens, began_at)
 
     def take_outputs(self) -> tuple[list[StepOutput], PlainTokens]:
         """Return what has happened since the last call, and forget it."""
@@ -219,23 +230,41 @@ class EngineCore:
     def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
         """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""
         started = self._start(plan, began)
-        rows = [self._parts.sampler.row(sequence.key) for sequence in started.batch]
-        is_on_its_way = (
-            all(row.is_simple for row in rows)
-            and not any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
-            and not (plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
-        )
-        if is_on_its_way and self._parts.limits.overlaps:
+        if self._parts.limits.overlaps and self._is_on_its_way(started):
             self._started = started
         else:
             self._land(started)
 
+    def _is_on_its_way(self, started: _Started) -> bool:
+        """Return whether the next step may be started before its tokens are read."""
+        plan, sampler = started.plan, self._parts.sampler
+        return (
+            all(sampler.row(sequence.key).is_simple for sequence in started.batch)
+            and not any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
+            and not (plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
+        )
+
     def _go_on(self, started: _Started, began: float) -> None:
         following = None if _has_guided(started.batch) else self.scheduler.follow(started.plan)
-        self._started = None if following is None else self._start(following, began, ahead=1)
-        if self._started is not None:  # the GPU is busy meanwhile, and copies wait for what it has been given
-            self._arrivals.start(self.scheduler.admit_imports(), began)
+        self._started = None
+        if following is None:
+            self._land(started)
+            return
+        self._begin(following, began)
+        is_ahead = self._parts.forward.resident_for(following) is not None
+        own = self._start(following, began, ahead=1) if is_ahead else None
+        self._pace.started(time.monotonic() - began)
+        # The GPU is busy meanwhile, and copies wait for what it has been given.
+        self._arrivals.start(following, began)
+        self._arrivals.start(self.scheduler.admit_imports(), began)
+        if own is not None and self._is_on_its_way(own):
+            self._started = own
         self._land(started)
+        if own is None:  # a prompt that joins is for another path: its step needs the tokens
+            following.keep_running()
+            self._run(following, began)
+        elif self._started is None:
+            self._land(own)
 
     def _start(self, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
         chosen, sampler = self._parts.forward.resident_for(plan), self._parts.sampler
@@ -248,14 +277,16 @@ class EngineCore:
     def _land(self, started: _Started) -> None:
         """Read the tokens of a step and deliver them."""
         running = [row for row, sequence in enumerate(started.batch) if sequence.state is SequenceStatus.RUNNING]
-        plan, sampled = started.plan, self._chosen(started, running)
+        plan, num_tokens, sampled = started.plan, started.plan.num_tokens, self._chosen(started, running)
         plan.keep_running()
         self._advance(plan)
         now = time.monotonic()
         if plan.chunks:
             note_chunks(plan, self._parts.prompt_work, self.num_steps, started.began_at, now)
         self._delivery.accept_all(started.batch, sampled, now)
-        self._parts.accounts.stepped(started.path, now - max(started.began_at, self._landed_at), len(running))
+        seconds = now - max(started.began_at, self._landed_at)
+        self._parts.accounts.stepped(started.path, seconds, len(running))
+        self._pace.landed(started.path, num_tokens, seconds)
         if self._recorder is not None and started.scheduled is not None:
             self._recorder.stepped(started.scheduled, started.path, started.began_at)
         self._landed_at = now

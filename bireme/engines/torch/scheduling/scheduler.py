@@ -56,13 +56,14 @@ class Scheduler:
     def follow(self, plan: SchedulerOutput) -> SchedulerOutput | None:
         """Plan the step after one that was started, before its tokens are known; None: they are needed first.
 
-        Requests that reach their length in the first are left out. One that turns out to have ended with a stop token
-        takes part in vain: the blocks that it writes to are its own until then.
+        Requests that reach their length in the first are left out, and those that wait join. One that turns out to have
+        ended with a stop token takes part in vain: the blocks that it writes to are its own until then.
         """
         now = self._clock()
         self.best_effort.plan(now, self._has_others, plan.has_best_effort)
         rests = not self.best_effort.may_run(now)
-        if self._may_join(rests):
+        joins = self._may_join(rests)
+        if joins and not self._can_join_ahead(plan):
             return None
         wanted, going = _running(self.running, rests), _running(plan.sampled, rests)
         if len(going) < len(wanted):
@@ -71,9 +72,13 @@ class Scheduler:
         if not going or not all(self._has_room_ahead(sequence) for sequence in going):
             return None
         self.best_effort.num_rests += len(wanted) < len(_running(self.running))
-        following = SchedulerOutput(decodes=going)
+        budget = self._limits.max_num_tokens - len(going)
+        following = SchedulerOutput(decodes=going, under_way=plan.chunks, budget=budget)
         if following.has_best_effort:
             self.best_effort.ran(now)
+        if joins:
+            self.num_prefill_tokens = 0
+            self._admit(following, lambda head: not head.is_best_effort)
         return following
 
     def _may_join(self, rests: bool) -> bool:
@@ -82,6 +87,12 @@ class Scheduler:
         if head is None or (rests and head.is_best_effort):
             return False
         return self._may_fit(head) and not self._can_join_later(head)
+
+    def _can_join_ahead(self, plan: SchedulerOutput) -> bool:
+        """Return whether the head of the queue needs nobody's place, and none rests for what it computes."""
+        head = self.waiting.peek()
+        assert head is not None
+        return self._may_claim(head) and not head.is_best_effort and not plan.has_best_effort
 
     def _has_room_ahead(self, sequence: Sequence) -> bool:
         """Grow for the token after the one that is being computed; False: there are no blocks."""
@@ -277,20 +288,20 @@ class Scheduler:
         return True
 
     def _is_computing(self, plan: SchedulerOutput, sequence: Sequence) -> bool:
-        """Return whether this step computes the next block that the sequence lacks: it shares that in the next step."""
+        """Return whether the next block that the sequence lacks is being computed: it shares that in a later step."""
         size, hashes = self._manager.tokens_per_block, sequence.table.hashes
         missing = sequence.computed // size
         if sequence.wants_prompt_logprobs or missing >= len(hashes):
             return False
         return any(
             hashes[missing] in other.table.hashes[other.computed // size : (other.computed + count) // size]
-            for other, count in plan.chunks
+            for other, count in [*plan.chunks, *(plan.under_way or ())]
         )
 
     def _place(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> None:
-        if sequence.num_pending == 1:
+        if sequence.num_pending == 1 and plan.under_way is None:
             plan.decodes.append(sequence)
-        else:
+        else:  # ahead, decodes go on from a token that nobody knows
             plan.chunks.append((sequence, count))
             self.num_prefill_tokens += sequence.num_pending - count
         plan.budget -= count
