@@ -151,7 +151,7 @@ TABLE: dict[str, MetricSpec] = {
         _counter(
             "bireme_engine_steps_total",
             "Steps of the torch engine by what computed them: modules (transformers' own), packed, fused, resident, "
-            "decode_graph, prompt_graph.",
+            "mixed, decode_graph, prompt_graph.",
             "path",
         ),
         _histogram(

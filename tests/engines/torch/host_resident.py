@@ -33,8 +33,8 @@ class HostResident:
     most_rows = 16
 
     def __init__(self, parts: Parts) -> None:
-        self.num_mixed = 0
         self.num_ahead = 0  # steps that were started before the tokens of the one before were read
+        self.num_joined = 0  # of these, those with a prompt
         self._parts = parts
         self._flight: Flight | None = None
         self._last: dict[Any, int] = {}
@@ -52,7 +52,7 @@ class HostResident:
         if self._flight is not None:
             self._flight.logits.fill_(float("nan"))
         self.num_ahead += ahead
-        self.num_mixed += bool(plan.chunks)
+        self.num_joined += bool(ahead and plan.chunks)
         computed = [sequence.computed for sequence in plan.decodes]
         for sequence in plan.decodes if ahead else ():
             sequence.tokens.append(self._last[sequence.key])

@@ -50,6 +50,7 @@ class _Started:
     flight: Flight
     began_at: float
     scheduled: ScheduledRequests | None  # where steps are recorded
+    needs_host: bool = False  # the next step needs what is chosen here
 
 
 class EngineCore:
@@ -63,6 +64,7 @@ class EngineCore:
         self.num_steps = 0
         self._num_failed_steps = 0
         self._started: _Started | None = None
+        self._planned: SchedulerOutput | None = None  # for when the step under way had ended
         self._landed_at = 0.0
         self._pace = StepPace()
 
@@ -101,7 +103,7 @@ class EngineCore:
     def starts_next_at(self) -> float:
         """When a step is to be started beside the one under way; 0: there is none, or at once."""
         started = self._started
-        if started is None or self.num_waiting:
+        if started is None or started.needs_host or self.num_waiting:
             return 0.0
         began_at = max(started.began_at, self._landed_at)
         return self._pace.starts_next_at(started.path, started.plan.num_tokens, began_at)
@@ -117,9 +119,7 @@ class EngineCore:
         """
         began, started = time.monotonic(), self._started
         self._arrivals.note_computed()
-        plan = self.scheduler.schedule() if started is None else started.plan
-        if started is None:  # else they have begun with it
-            self._arrivals.start(plan, began)
+        plan = self._plan(began) if started is None else started.plan
         if not plan.has_tokens:
             self._rest()
             self._end_turn()
@@ -136,6 +136,16 @@ class EngineCore:
         self.num_steps += 1
         self._end_turn()
         return True
+
+    def _plan(self, now: float) -> SchedulerOutput:
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            planned.keep_running()
+            if planned.has_tokens:
+                return planned
+        plan = self.scheduler.schedule()
+        self._arrivals.start(plan, now)
+        return plan
 
     def prepare(self) -> bool:
         """Do a piece of what makes later steps quicker, if nothing is under way; False: there is none left."""
@@ -230,41 +240,26 @@ class EngineCore:
     def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
         """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""
         started = self._start(plan, began)
-        if self._parts.limits.overlaps and self._is_on_its_way(started):
-            self._started = started
-        else:
+        if started.needs_host or not self._parts.limits.overlaps:
             self._land(started)
-
-    def _is_on_its_way(self, started: _Started) -> bool:
-        """Return whether the next step may be started before its tokens are read."""
-        plan, sampler = started.plan, self._parts.sampler
-        return (
-            all(sampler.row(sequence.key).is_simple for sequence in started.batch)
-            and not any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
-            and not (plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
-        )
+        else:
+            self._started = started
 
     def _go_on(self, started: _Started, began: float) -> None:
-        following = None if _has_guided(started.batch) else self.scheduler.follow(started.plan)
         self._started = None
-        if following is None:
-            self._land(started)
-            return
-        self._begin(following, began)
-        is_ahead = self._parts.forward.resident_for(following) is not None
-        own = self._start(following, began, ahead=1) if is_ahead else None
-        self._pace.started(time.monotonic() - began)
-        # The GPU is busy meanwhile, and copies wait for what it has been given.
-        self._arrivals.start(following, began)
-        self._arrivals.start(self.scheduler.admit_imports(), began)
-        if own is not None and self._is_on_its_way(own):
-            self._started = own
+        needs_host = started.needs_host or _has_guided(started.batch)
+        following = None if needs_host else self.scheduler.follow(started.plan)
+        if following is not None:
+            self._begin(following, began)
+            if self._parts.forward.resident_for(following) is not None:
+                self._started = self._start(following, began, ahead=1)
+                self._pace.started(time.monotonic() - began)
+            else:  # a prompt that joins is for another path: that needs the tokens
+                self._planned = following
+            # The GPU is busy meanwhile, and copies wait for what it has been given.
+            self._arrivals.start(following, began)
+            self._arrivals.start(self.scheduler.admit_imports(), began)
         self._land(started)
-        if own is None:  # a prompt that joins is for another path: its step needs the tokens
-            following.keep_running()
-            self._run(following, began)
-        elif self._started is None:
-            self._land(own)
 
     def _start(self, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
         chosen, sampler = self._parts.forward.resident_for(plan), self._parts.sampler
@@ -272,7 +267,13 @@ class EngineCore:
         path, resident = chosen
         flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
-        return _Started(path, plan, plan.sampled, flight, began, scheduled)
+        batch = plan.sampled
+        needs_host = (
+            not all(sampler.row(sequence.key).is_simple for sequence in batch)
+            or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
+            or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
+        )
+        return _Started(path, plan, batch, flight, began, scheduled, needs_host)
 
     def _land(self, started: _Started) -> None:
         """Read the tokens of a step and deliver them."""
