@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
+import subprocess
 
 import pytest
 import yaml
@@ -124,6 +126,29 @@ def test_every_environment_with_an_engine_moves_rows_between_hosts(name, engine,
     installed = [set(found.split(",")) for found in re.findall(r"\[([a-z0-9,$-]+)\]", (DOCKER / name).read_text())]
     with_engine = [extras for extras in installed if engine in extras]
     assert with_engine and all(nixl in extras for extras in with_engine)
+
+
+def test_an_image_gets_every_file_of_the_checkout_and_nothing_that_git_ignores():
+    patterns = (CHECKOUT / ".dockerignore").read_text().split("\n")
+    rules = [one for one in patterns if one and not one.startswith("#")]
+    tracked = subprocess.run(["git", "ls-files"], cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    assert [name for name in tracked.splitlines() if is_ignored(name, rules) and not name.startswith(".ci/")] == []
+    ignored = [
+        line.strip("/") for line in (CHECKOUT / ".gitignore").read_text().splitlines() if line[:1] not in ("#", "")
+    ]
+    made = [name.replace("*", "x") for name in ignored] + ["bireme/x/__pycache__/x.pyc", "x/bireme.egg-info"]
+    assert [name for name in made if not is_ignored(name, rules)] == []
+
+
+def is_ignored(name, rules):
+    """Return whether docker leaves a path out: a rule is a path from the root, `**/` any folders before it."""
+    parts = name.split("/")
+    paths = ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(
+        fnmatch.fnmatchcase(path.rpartition("/")[2] if rule.startswith("**/") else path, rule.removeprefix("**/"))
+        for rule in rules
+        for path in paths
+    )
 
 
 @pytest.mark.parametrize("file", sorted(DOCKER.glob("Dockerfile*")), ids=lambda file: file.name)
