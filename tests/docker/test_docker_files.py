@@ -6,6 +6,7 @@ import fnmatch
 import json
 import re
 import subprocess
+import tomllib
 
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from tools import serve
 
 DOCKER = CHECKOUT / "docker"
 FILES_WITH_EXAMPLES = sorted([*DOCKER.glob("Dockerfile*"), *DOCKER.glob("*.yaml"), *(CHECKOUT / "docs").glob("*.md")])
+STEPS = sorted([*DOCKER.glob("Dockerfile*"), *DOCKER.glob("*.sh")])
 RULES = yaml.safe_load((DOCKER / "prometheus" / "alerts.yaml").read_text())["groups"][0]["rules"]
 
 
@@ -68,11 +70,17 @@ def test_files_that_compose_mounts_and_builds_from_exist():
             assert (CHECKOUT / named).exists()
 
 
+def arguments_of(file):
+    """Return a Dockerfile's build arguments with their defaults."""
+    return dict(text.split("=", 1) for kind, text in steps_of(file) if kind == "ARG")
+
+
 @pytest.mark.parametrize("file", sorted(DOCKER.glob("Dockerfile*")), ids=lambda file: file.name)
 def test_images_run_without_root_and_open_the_openai_port_alone(file):
     text = file.read_text()
     assert re.search(r"^USER 10001$", text, re.M) and re.search(r"^EXPOSE 9000$", text, re.M)
-    assert re.search(r"^FROM \S+:\S+", text, re.M) and ":latest" not in text
+    (base,) = re.findall(r"^FROM (\S+)$", text.replace("${BASE}", arguments_of(file).get("BASE", "")), re.M)
+    assert re.search(r"^\S+:[\w.${}-]+$", base) and ":latest" not in text
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.M)
     options = serve.parse(json.loads(entry)[2:])
     assert (options.host, serve.hosts_of(options), options.health_host) == ("0.0.0.0", Hosts(), LOOPBACK)
@@ -103,7 +111,7 @@ def test_no_example_of_docker_publishes_a_port_of_triton(file):
 
 
 @pytest.mark.parametrize(
-    "file", sorted([*DOCKER.glob("Dockerfile*"), *DOCKER.glob("*.sh")]), ids=lambda file: file.name
+    "file", [file for file in STEPS if "pip install" in file.read_text()], ids=lambda file: file.name
 )
 def test_whatever_places_requests_has_compiled_code_discovery_and_both_event_planes(file):
     installed = [set(found.split(",")) for found in re.findall(r"(?:\[|extras=)([a-z0-9,$-]+)", file.read_text())]
@@ -126,6 +134,37 @@ def test_every_environment_with_an_engine_moves_rows_between_hosts(name, engine,
     installed = [set(found.split(",")) for found in re.findall(r"\[([a-z0-9,$-]+)\]", (DOCKER / name).read_text())]
     with_engine = [extras for extras in installed if engine in extras]
     assert with_engine and all(nixl in extras for extras in with_engine)
+
+
+@pytest.mark.parametrize("file", STEPS, ids=lambda file: file.name)
+def test_every_extra_that_is_installed_is_one_of_the_package_s(file):
+    extras = set(tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    text = file.read_text()
+    installed = [
+        one for found in re.findall(r"(?:\.\[|\}\[|extras=|nixl=\")([a-z0-9,$-]+)", text) for one in found.split(",")
+    ]
+    assert {one for one in installed if not one.startswith("$")} <= extras
+    assert installed or not re.search(r"pip install (?:-e|--editable)", text)
+
+
+def test_nvidia_s_triton_image_takes_the_steps_that_are_built_and_served_here():
+    """docker/Dockerfile is (make image): a line of the other that is not its own is as good as what was built."""
+    own, other = (steps_of(DOCKER / name) for name in ("Dockerfile", "Dockerfile.triton"))
+    lines = {kind: [text for k, text in other if k == kind and (kind, text) not in own] for kind, _ in other}
+    assert lines.pop("FROM") == ["nvcr.io/nvidia/tritonserver:${TRITON_TAG}"]
+    assert lines.pop("ARG") == [f"TRITON_TAG={arguments_of(DOCKER / 'Dockerfile.triton')['TRITON_TAG']}"]
+    (variables,) = lines.pop("ENV")
+    assert ("ENV", re.sub(r"\s+BIREME_TRITONSERVER=\S+$", "", variables)) in own
+    packages, environment, torch, bireme, user = lines.pop("RUN")
+    assert "apt-get install -y --no-install-recommends python3-venv" in packages
+    assert (environment, torch) == ("python3 -m venv /opt/venv", 'pip install "torch==${TORCH_VERSION}"')
+    (extras,) = re.findall(r"^pip install -e \"\.\[(.*)\]\"$", bireme)
+    assert ("RUN", f'pip install -e ".[server,{extras.replace("nixl-cu13", "nixl")}]"') in own
+    theirs = "(id -u bireme >/dev/null 2>&1 || useradd --create-home --uid 10001 bireme)"
+    assert ("RUN", user.replace(theirs, "useradd --create-home --uid 10001 bireme")) in own
+    (health,) = lines.pop("HEALTHCHECK")
+    assert ("HEALTHCHECK", health.replace("600s", "120s")) in own
+    assert {kind for kind, texts in lines.items() if texts} == set()
 
 
 def test_an_image_gets_every_file_of_the_checkout_and_nothing_that_git_ignores():
