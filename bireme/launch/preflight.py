@@ -184,7 +184,7 @@ def check_model(recipe: Recipe) -> list[str]:
     problems = []
     try:
         if text or not recipe.workers:
-            needs_weights = any(entry.kind.needs_model for entry in text)
+            needs_weights = any(entry.kind.needs_model and entry.engine_config.load_format != "dummy" for entry in text)
             problems += _check_folder(Path(recipe.model_path), lambda path: _check_model_folder(path, needs_weights))
         if (video := recipe.workers.get("video_diffusion")) and video.kind.needs_model:
             problems += _check_folder(Path(recipe.worker_model_path("video_diffusion")), _check_pipeline_folder)

@@ -136,6 +136,12 @@ def test_a_model_without_safetensors_is_refused_where_weights_are_needed(tmp_pat
     assert "no .safetensors" in only(preflight.check_model(recipe))
 
 
+def test_random_weights_need_no_safetensors(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    entry = WorkerEntry(engine="torch", engine_config=EngineConfig(load_format="dummy"))
+    assert preflight.check_model(Recipe(model=str(tmp_path), workers={"decode": entry}, folder="/")) == []
+
+
 def test_a_damaged_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     recipe = Recipe(model=str(tmp_path), workers={"decode": WorkerEntry(engine="mocker")}, folder="/")
