@@ -1,6 +1,7 @@
 """docs/operations.md: each block of commands is run on one launch of its recipe, as it stands but for the ports.
 
-A block that CHECKS or ELSEWHERE doesn't know fails. What it must say is in the check of its first line.
+What a block must say is in the check of its first line. Above one that needs a cluster or a second machine the page
+names the test that runs it: <!-- run by tests/... -->. One with neither fails.
 """
 
 import contextlib
@@ -22,7 +23,9 @@ from bireme.launch import free_port
 pytestmark = pytest.mark.server
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = (CHECKOUT / "docs" / "operations.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+FOUND = re.findall(r"^(?:<!-- run by (\S+) -->\n)?```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = [(kind, block) for test, kind, block in FOUND if not test]
+ELSEWHERE = [test for test, _, _ in FOUND if test]
 COMMANDS = {block.partition("\n")[0]: block for kind, block in BLOCKS if not kind}
 PORTS = {"8000": "http", "8001": "grpc", "8002": "metrics", "8003": "health", "8004": "admin", "9000": "openai"}
 START = "python tools/serve.py served --admin-port 8004 --admin-key-file admin.key --api-keys keys.yaml"
@@ -30,16 +33,6 @@ FIRST = ("mkdir -p served/log", "(umask 077 && openssl rand -hex 32 > admin.key)
 FOUND_BY = "export BIREME_ADMIN=http://127.0.0.1:8004 BIREME_ADMIN_KEY=$(cat admin.key)"
 LIMIT_S = 120
 
-ELSEWHERE = {  # what needs a cluster or a second machine, or is the same again: the test that runs it
-    "export BIREME_KEY=$(cat deployment.key)": "tests/server/test_two_servers.py",
-    "openssl rand -hex 32 > admin.key": "tests/launch/test_admin_door.py",
-    "python tools/make_sbatch.py recipes/qwen3 --servers 4 --network 10.1.0.0/16 --gpus-per-node 8 --out job.sbatch": (
-        "tests/services/test_slurm.py"
-    ),
-    "python tools/drain.py --all --wait 600 --admin http://127.0.0.1:8004 --admin-key-file admin.key": (
-        "tests/launch/test_admin_door.py"
-    ),
-}
 CHECKS = {}
 
 
@@ -232,11 +225,11 @@ def own_traffic(done, launch):
 
 
 def test_every_block_is_run_here_or_by_the_test_that_is_named():
-    known = [*FIRST, *CHECKS, *ELSEWHERE]
-    assert [line for line in COMMANDS if line not in known] == [], "add what it must say to CHECKS"
+    known = [*FIRST, *CHECKS]
+    assert [line for line in COMMANDS if line not in known] == [], "say here what it must say, or there who runs it"
     assert [line for line in known if line not in COMMANDS] == [], "it is not in the page any more"
     assert len(COMMANDS) == sum(not kind for kind, _ in BLOCKS), "two blocks begin alike"
-    assert all((CHECKOUT / test).is_file() for test in ELSEWHERE.values())
+    assert ELSEWHERE and all((CHECKOUT / test).is_file() for test in ELSEWHERE)
 
 
 @pytest.mark.parametrize("first_line", [line for line in COMMANDS if line in CHECKS])
