@@ -7,9 +7,10 @@
         --run 'python bench.py --url $BIREME_URL --out $BIREME_OUT' --out sweep.sbatch
 
 --apart: prefill and decode on nodes of their own, and engines that span nodes (tools/serve_nodes.py has the steps). A
-step that dies has the job queued again, --restarts times at most. `scancel -b -s URG JOB` drains the servers by their
-admin doors, --drain seconds at most, and then ends the job; so does the time limit. A plain scancel sends every process
-SIGTERM at once, and what is under way is lost.
+step that dies, a server that nobody answers for a minute, or a lost node has the job queued again, --restarts times at
+most, once the others have drained. `scancel -b -s URG JOB` drains the servers by their admin doors, --drain seconds at
+most, and then ends the job; so does the time limit. A plain scancel sends every process SIGTERM at once, and what is
+under way is lost.
 
 --sweep makes a job array, a task for each combination of values. --run is what each task does once its servers are
 ready, with its results in $BIREME_OUT; then the task ends.
@@ -304,10 +305,16 @@ wait_ready() {{
     again "not ready in {patience} s"
 }}
 supervise() {{
-    wait -n "${{STEPS[@]}}"
-    code=$?
-    any_ended
-    again "a server has ended: $ENDED (srun's exit code $code; its reason stands above)"
+    declare -A silent=()
+    while true; do
+        sleep 5 &
+        wait -n $! "${{STEPS[@]}}"
+        any_ended && again "a server has ended: $ENDED (srun tells why above)"
+        for at in "${{!STEPS[@]}}"; do  # a launcher of ranks may outlive its server
+            curl -s -m 2 -o /dev/null "${{HEALTH[$at]}}" && silent[$at]=0 || silent[$at]=$((${{silent[$at]:-0}} + 1))
+            [ "${{silent[$at]}}" -lt 12 ] || again "a server answers no more: ${{NAMES[$at]}}"
+        done
+    done
 }}"""
 
 

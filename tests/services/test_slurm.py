@@ -3,11 +3,13 @@
 Engines are mockers, and TensorRT-LLM's stand-ins where they span nodes.
 """
 
+import contextlib
 import json
 import threading
 import time
 import urllib.request
 
+import psutil
 import pytest
 
 from bireme.launch import free_port
@@ -46,6 +48,16 @@ def submitted(slurm, name, first_port, *options, recipe="recipes/mocker"):
 def ready(slurm, name, job, times=1):
     log = slurm.folder / f"{name}-{job}.log"
     return wait_for(lambda: log.exists() and log.read_text().count("bireme: ready") == times and log, f"see {log}")
+
+
+def server_below(launcher, words):
+    """Return the serve.py that a launcher runs with these words."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command, above = " ".join(process.cmdline()), process.parent()
+            if words in command and "serve.py" in command and launcher in " ".join(above.cmdline()):
+                return process
+    raise AssertionError(f"no serve.py with {words} below {launcher}")
 
 
 def end(slurm, job):
@@ -153,4 +165,7 @@ def test_prefill_and_decode_over_two_nodes_each_serve_together(slurm, first_port
     for number in range(2):
         assert complete(first_port + 10 * number + 4, max_tokens=3) == 3
     assert "2 ranks on n0, n1" in log.read_text() and "2 ranks on n2, n3" in log.read_text()
-    end(slurm, job)
+    server_below("launch.py", f"--http-port {first_port + 10}").kill()  # its ranks and their srun stay
+    wait_for(lambda: slurm.state(job) == "FAILED")
+    assert "a server answers no more: decode-1, first node" in log.read_text()
+    assert "0 restarts are used up; sbatch it again" in log.read_text()

@@ -1,8 +1,8 @@
 """A stand-in for trtllm-llmapi-launch: every task is a rank of a real MPI world, and rank 0 leads them.
 
 As the real one's: beside rank 0 the command runs, split at blanks and without what launchers have told the ranks; its
-LLM finds the leader by TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR; all others wait to be told what to do. When the command has
-ended, so does the world.
+LLM finds the leader by TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR; all others wait to be told what to do. As in the real one the
+ranks stay when the command has failed: the leader is not told.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def lead(world: MPI.Comm, command: list[str]) -> int:
             "TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR": f"tcp://127.0.0.1:{door.getsockname()[1]}",
         }
         running = subprocess.Popen(command, env=kept | led)
-        while running.poll() is None:
+        while running.poll() != 0:
             with contextlib.suppress(TimeoutError):
                 caller, _ = door.accept()
                 with caller:
                     caller.sendall(json.dumps(start_all(world)).encode() + b"\n")
     tell_all(world, STOP)
-    return running.returncode
+    return 0
 
 
 def start_all(world: MPI.Comm) -> list[str]:
