@@ -205,7 +205,9 @@ def copied(done, launch):
     assert all(path.stat().st_size for path in (launch.folder / "backup").glob("*.sqlite"))
 
 
-@says("python -m benchmarks.load decode --target 127.0.0.1:8001 --seconds 2 --streams 1 --prompt-tokens 16")
+@says(
+    "python -m benchmarks.load decode --target 127.0.0.1:8001 --seconds 2 --warmup-s 0.5 --streams 1 --prompt-tokens 16"
+)
 def the_pace_that_the_mocker_was_told(done, launch):
     """At least: a busy machine only adds to it."""
     alone, many, long = reports(done.stdout)
