@@ -27,17 +27,21 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 # Modules that share servers, or what they have parsed, by the start of their paths: with `-n` each row runs in one
-# process, every other module by itself. The rows come first, being the longest, then other servers; small tests fill up
-# what is left at the end.
+# process, every other module by itself. The rows come first, being the longest, then other servers, then small tests.
 ONE_PROCESS = (
     ("tests/server/text/",),
     ("tests/server/faults/",),
     ("tests/server/chats/",),
     ("tests/server/openai/",),
     ("tests/services/test_playground_", "tests/services/test_screenshots"),
+    ("tests/services/test_alerts",),
+    ("tests/services/test_dashboards_of_a_deployment",),
     ("tests/triton/test_adapter_", "tests/triton/test_show_config"),
     ("tests/repository/",),
 )
+# Tests of servers mostly wait and small tests mostly compute: this process begins at the other end, so that neither all
+# wait for a core nor all leave it idle.
+COMPUTES = "gw0"
 
 
 _OF_SERVERS = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.server\b", re.MULTILINE)
@@ -57,6 +61,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             module = nodeid.partition("::")[0]
             row = _row(module)
             return module if row == len(ONE_PROCESS) else f"row {row}"
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if node.gateway.id == COMPUTES:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False  # not by how many tests they have
     return ByServer(config, log)
