@@ -3,6 +3,7 @@
 #
 #   sh tools/services.sh                       VENV=.venv sh tools/services.sh
 #   sh tools/services.sh slurm                 # also Slurm and MPI, and the extra `slurm`, for `make soak`
+#   sh tools/services.sh programs              # without the extra, before there is a .venv
 #
 # Only what is missing is installed, as root or with a sudo that does not ask; otherwise this says what to install.
 set -eu
@@ -18,6 +19,8 @@ if [ "${1:-}" = slurm ]; then
     PROGRAMS="$PROGRAMS slurmctld=slurmctld slurmd=slurmd srun=slurm-client munged=munge mpirun=openmpi-bin /usr/lib/$(uname -m)-linux-gnu/pmix2/lib/libpmix.so=libpmix-dev"
     DAEMONS="$DAEMONS slurmctld slurmd munge"
     EXTRA="services slurm"
+elif [ "${1:-}" = programs ]; then
+    EXTRA=
 fi
 cd "$(dirname "$0")/.."
 
