@@ -16,7 +16,7 @@ from tests.server.openai_served import five_ports, served
 
 pytestmark = pytest.mark.server
 KEY = "the-operator-s-own-key"
-LIMIT_S = 60
+LIMIT_S, ENDLESS = 60, 100_000
 OVERRIDE = (
     "workers.decode.replicas=2",
     "workers.decode.engine_config.mocker.step_ms=20",
@@ -69,20 +69,40 @@ def is_refused(ask, launch):
     return False
 
 
+class Stream:
+    """A completion that never ends by itself, `n` times at once."""
+
+    def __init__(self, launch, n=1):
+        body = {"model": "mocker", "prompt": "One day", "max_tokens": ENDLESS, "n": n, "stream": True}
+        self._connection = http.client.HTTPConnection("127.0.0.1", launch.ports["openai"], timeout=LIMIT_S)
+        body = json.dumps(body | {"ignore_eos": True})
+        self._connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        self._reply = self._connection.getresponse()
+
+    def goes_on(self):
+        """Return whether what it makes from now on comes."""
+        self._reply.read1(1 << 20)
+        return all(self._reply.readline().startswith((b"data: {", b"\n")) for _ in range(50))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._reply.close()
+        self._connection.close()
+
+
 def test_bounds_of_busy_workers_are_set_in_frontend_and_pipelines_and_taken_back(launch):
-    answers = []
-    fields = {"max_tokens": 300, "n": 2, "ignore_eos": True}
-    held = threading.Thread(target=lambda: answers.append(complete(launch, **fields)))
-    held.start()
-    wait_for(lambda: all(one["in_flight_requests"] for one in launch.door.status()["workers"].values()))
-    launch.door.post("/busy", rules=[{"max_kv_usage": 1e-9}])
-    wait_for(lambda: is_refused(complete, launch))
-    wait_for(lambda: is_refused(generate, launch))
-    launch.door.post("/busy", rules=None)
-    wait_for(lambda: not is_refused(complete, launch))
-    wait_for(lambda: not is_refused(generate, launch))
-    held.join(LIMIT_S)
-    assert answers[0]["usage"]["completion_tokens"] == 600  # bounds are for new requests alone
+    with Stream(launch, n=2) as held:
+        wait_for(lambda: all(one["in_flight_requests"] for one in launch.door.status()["workers"].values()))
+        launch.door.post("/busy", rules=[{"max_kv_usage": 1e-9}])
+        wait_for(lambda: is_refused(complete, launch))
+        wait_for(lambda: is_refused(generate, launch))
+        assert held.goes_on()  # bounds are for new requests alone
+        launch.door.post("/busy", rules=None)
+        wait_for(lambda: not is_refused(complete, launch))
+        wait_for(lambda: not is_refused(generate, launch))
+        assert held.goes_on()
 
 
 def test_a_log_level_reaches_every_process_and_is_taken_back(launch):
@@ -116,11 +136,13 @@ def test_a_drained_launch_answers_what_it_has_and_may_then_be_ended(launch):
     running = threading.Thread(target=lambda: answers.append(complete(launch, max_tokens=100, ignore_eos=True)))
     running.start()
     viewer = urllib.request.urlopen(f"{launch.url}/v1/live", timeout=LIMIT_S)
-    wait_for(lambda: launch.door.status()["in_flight_requests"])
-    launch.door.post("/drain")
-    wait_for(lambda: readiness(launch.ports["openai"]) == readiness(launch.ports["health"]) == (503, "draining"))
-    status = launch.door.status()
-    assert not status["safe_to_delete"] and "requests are under way" in status["reasons"][0]
+    with Stream(launch) as held:
+        wait_for(lambda: answers or launch.door.status()["in_flight_requests"] == 2)
+        launch.door.post("/drain")
+        wait_for(lambda: readiness(launch.ports["openai"]) == readiness(launch.ports["health"]) == (503, "draining"))
+        status = launch.door.status()
+        assert not status["safe_to_delete"] and "requests are under way" in status["reasons"][0]
+        assert held.goes_on()
     wait_for(lambda: launch.door.status()["safe_to_delete"])
     running.join(LIMIT_S)
     assert answers[0]["usage"]["completion_tokens"] == 100
