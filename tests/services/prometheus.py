@@ -32,9 +32,9 @@ Labels = Mapping[str, str]
 
 
 def shortened(rules: str, for_s: float, window_s: float) -> str:
-    """Return alerts.yaml with each `for` and each range that is looked back over made short."""
+    """Return alerts.yaml with each `for` and each range made short: 5 minutes that it looks back to `window_s`."""
     rules = re.sub(r"(?<=\bfor: )\d+m$", f"{for_s * 1000:.0f}ms", rules, flags=re.MULTILINE)
-    return re.sub(r"\[\d+m\]", f"[{window_s * 1000:.0f}ms]", rules)
+    return re.sub(r"\[(\d+)m\]", lambda found: f"[{window_s * 1000 * int(found[1]) / 5:.0f}ms]", rules)
 
 
 class Prometheus:
