@@ -92,10 +92,13 @@ def gauge(name: str, port: int = PORTS["metrics"]) -> float:
     return sum(series(name, port))
 
 
-def settled(name: str) -> float:
-    """Return the sum of a metric once all that has happened is published."""
-    time.sleep(PUBLISHED_S)
-    return gauge(name)
+def settled(name: str, port: int = PORTS["metrics"]) -> float:
+    """Return the sum of a metric once all that has happened is published: it stays as it is."""
+    before = None
+    while (now := gauge(name, port)) != before:
+        before = now
+        time.sleep(PUBLISHED_S)
+    return now
 
 
 def wait_for(condition: Callable[[], T], limit_s: float = 150) -> T:

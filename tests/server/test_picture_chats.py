@@ -18,7 +18,7 @@ import pytest
 
 from models.training.picture_world import dialogues, png
 from tests.contract import stand_in_workers
-from tests.server.openai_served import engine_of, five_ports, gauge, kill, series, served, wait_for
+from tests.server.openai_served import engine_of, five_ports, gauge, kill, series, served, settled, wait_for
 from tests.server.picture_questions import (
     answers_of_transformers,
     chat_messages,
@@ -129,8 +129,8 @@ async def test_requests_with_and_without_pictures_at_once_equal_their_solo_answe
 async def test_the_same_picture_again_skips_the_encoder_and_reuses_kv(client):
     messages = chat_messages(fresh("again"))
     first = (await ask(client, messages)).usage
-    await asyncio.sleep(1.0)  # metrics are published once in a while
-    encoded, hits = level("bireme_images_encoded_total"), level("bireme_embedding_cache_hits_total")
+    encoded = await asyncio.to_thread(settled, "bireme_images_encoded_total", PORTS["metrics"])
+    hits = level("bireme_embedding_cache_hits_total")
     again = (await ask(client, messages)).usage
     wait_for(lambda: level("bireme_embedding_cache_hits_total") == hits + 1)
     assert level("bireme_images_encoded_total") == encoded

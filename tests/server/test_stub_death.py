@@ -15,7 +15,7 @@ from bireme.launch.deployment import DeploymentSettings
 from bireme.recipe_files import load_recipe
 from tests.server.faults.test_faults import Run
 from tests.server.triton_client import Client
-from tests.server.watch import until
+from tests.server.watch import PATIENCE, until
 from tests.servers import supervised
 
 pytestmark = [pytest.mark.server, pytest.mark.flaky(reruns=1)]
@@ -54,7 +54,7 @@ def test_pipeline_streams_survive_and_direct_streams_of_the_other_worker_go_on(d
     for answer, right in zip(through_generate.join(), expected, strict=True):
         assert answer == right or "UNAVAILABLE" in str(answer)
     ended = [at for at, answer in zip(through_generate.ended_at, through_generate.answers, strict=True) if answer != []]
-    assert max(ended) - killed_at < LENGTH * 0.02 + STALL_S + 15
+    assert max(ended) - killed_at < PATIENCE * (LENGTH * 0.02 + STALL_S + 5)
 
 
 def _answers(server, model):

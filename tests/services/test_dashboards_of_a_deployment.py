@@ -4,11 +4,12 @@ import math
 
 import pytest
 
+from tests.server.watch import PATIENCE
 from tests.services.dashboard_load import KEY, deployment, until
 from tests.services.dashboard_queries import queries
 from tests.services.prometheus import Prometheus
 
-WINDOW = "2m"  # the whole load
+WINDOW = "10m"  # the whole load, on a slow machine, too
 LATE_S = 5.0  # two tokens take milliseconds, on a machine that does nothing else
 # What a query without an answer here must name: series that this deployment can't have, and why.
 ABSENT = {
@@ -66,9 +67,9 @@ def test_what_was_asked_for_has_been_counted(running):
 
 def test_pages_that_are_asked_for_100_times_a_second_hold_nothing_up(running):
     serving = running.serving
-    assert serving.answer_s() < LATE_S
+    late_s = LATE_S + PATIENCE * max(serving.answer_s() for _ in range(5))
     with serving.asking_for_pages(times_a_second=100) as statuses:
         for _ in range(10):
-            assert serving.answer_s() < LATE_S
+            assert serving.answer_s() < late_s
         until(lambda: len(statuses) >= 100, "the pages are not answered")
     assert set(statuses) == {200}

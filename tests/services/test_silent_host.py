@@ -99,6 +99,7 @@ def test_no_first_token_waits_long_for_a_host_that_is_silent(hosts):
     for one in asked:
         one.thread.join(LIMIT_S)
     assert [one.text for one in asked if "[DONE]" not in one.text or '"error"' in one.text] == []
-    assert max(one.first_s for one in asked) < 5.0
-    assert max(one.first_s for one in asked if one.began > cut_at + NOTICED_S) < 3.0
+    # 5 s and 3 s on a machine that does nothing else, and until the cable is plugged in again where nobody notices
+    assert max(one.first_s for one in asked) < 0.6 * CUT_S
+    assert max(one.first_s for one in asked if one.began > cut_at + NOTICED_S) < 0.4 * CUT_S
     wait_for_far_work(cable, servers)

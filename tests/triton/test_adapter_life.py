@@ -25,7 +25,7 @@ def series(server, name, **labels):
 
 
 def wait_for_value(server, expected, name, **labels):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (value := series(server, name, **labels)) != expected and time.monotonic() < deadline:
         time.sleep(0.1)
     return value
@@ -74,7 +74,7 @@ def test_unloading_ends_even_when_the_stage_does_not_stop(client, server):
     began = time.monotonic()
     server.admin.unload("slow_stop")
     while pid in server.stub_pids("slow_stop"):
-        assert time.monotonic() - began < 12
+        assert time.monotonic() - began < 60
         time.sleep(0.1)
     server.admin.load("slow_stop")
     assert client.tokens("slow_stop", any=1) == [1]

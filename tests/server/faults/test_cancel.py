@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.shared_deployments import STEP_MS
 from tests.server.triton_client import Client
-from tests.server.watch import held, is_idle, total, until
+from tests.server.watch import PATIENCE, held, is_idle, total, until
 
 pytestmark = pytest.mark.server
 
@@ -47,7 +47,7 @@ def test_cancelling_a_grpc_stream_stops_the_engine(server, model):
         next(answers)
     stream.cancel()
     _assert_stops(server, ended)
-    assert _generated(server) - before < 5 + 0.5 / STEP_S  # well under what a second would have made
+    assert _generated(server) - before < 5 + 0.5 * PATIENCE / STEP_S  # of 5,000
 
 
 def _streaming(model):
@@ -86,7 +86,7 @@ def test_abort_by_request_id_ends_a_decode_stream(server):
     next(answers)
     client.generate("decode", abort=True, request_id="abort-me")
     list_of_rest = _drain(answers)
-    assert len(list_of_rest) < 1 / STEP_S
+    assert len(list_of_rest) < PATIENCE / STEP_S
     _assert_stops(server, ended)
 
 
