@@ -5,9 +5,11 @@ import subprocess
 
 import pytest
 
+from bireme.config import CHECKOUT
 from tools import make_sbatch
 
 NETWORK = ("--network", "127.0.0.0/8")
+PAGE = CHECKOUT / "docs" / "operations.md"
 
 
 def written(tmp_path, *arguments):
@@ -49,6 +51,11 @@ def test_an_engine_over_nodes_has_a_rank_a_gpu(tmp_path):
     (step,) = steps(script)
     assert "#SBATCH --nodes=4" in script and "--mpi pmix" in step
     assert "--nodes 4 --ntasks 16 --ntasks-per-node 4" in step and "trtllm-llmapi-launch" in step
+
+
+def test_what_the_page_of_operations_shows_can_be_written(tmp_path):
+    (command,) = re.findall(r"^python tools/make_sbatch\.py (.*) --out job\.sbatch$", PAGE.read_text(), re.MULTILINE)
+    assert len(steps(written(tmp_path, *command.split()))) == 4
 
 
 def test_a_sweep_is_an_array_with_a_task_for_each_combination(tmp_path):
