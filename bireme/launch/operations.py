@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,6 +176,8 @@ class Operations:
             "status": health["status"],
             "draining": is_draining,
             "in_flight_requests": figures.num_requests,
+            "requests": {"served": figures.num_served, "failed": figures.num_failed},
+            "elsewhere": Counter(str(one.generation) for one in launch.workers_elsewhere().values()),
             "leases": int(sum(one.leases for one in figures.workers.values())),
             "transfers": int(sum(one.transfers for one in figures.workers.values())),
             "safe_to_delete": not reasons,
@@ -265,6 +268,8 @@ class _Figures:
         of_frontend = sum(one.active - 1 for one in series.values() if one.active)  # less the one for its page
         at_entries = of_pipelines + of_frontend
         # Requests of other servers' entries are with the engines alone, those between two engines with entries alone.
+        self.num_served = int(sum(one.served for one in series.values()))
+        self.num_failed = int(sum(one.failed for one in series.values()))
         self.num_requests = int(max(at_entries, sum(one.queued for one in self.workers.values())))
 
     def reasons(self) -> list[str]:

@@ -16,7 +16,10 @@ _FIELDS: Mapping[str, Sequence[tuple[str, str, Sequence[str]]]] = {
     "bireme_requests_waiting": [("queued", "", ())],
     "bireme_streams": [("streams", "", ())],
     "bireme_http_requests_active": [("active", "", ())],
-    "bireme_requests_total": [("served", "outcome", ("stop", "length", "tool_calls"))],
+    "bireme_requests_total": [
+        ("served", "outcome", ("stop", "length", "tool_calls")),
+        ("failed", "outcome", ("UNAVAILABLE", "INTERNAL", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")),
+    ],
     "bireme_kv_transfer_bytes_total": [("imported", "direction", ("import",))],
     "bireme_kv_leases": [
         ("leases", "state", ("reserved", "exported", "claimed")),
@@ -40,6 +43,7 @@ class WorkerSeries:
     leases: float = 0.0  # of KV, that have not ended
     transfers: float = 0.0  # of these, that decode copies
     served: float = 0.0  # requests that ended well
+    failed: float = 0.0  # requests that faults of the deployment have ended
     imported: float = 0.0  # bytes of KV imported from others
 
 

@@ -76,4 +76,5 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/sleep.py": "tests/launch/test_sleep.py",
     "tools/status.py": "tests/launch/test_admin_door.py",
     "tools/soak.py": "tests/server/test_soak.py",
+    "tools/update.py": "tests/server/rolling_turns.py",
 }

@@ -1,0 +1,146 @@
+"""Launches that take each other's place by tools/update.py, and clients as a load balancer sends them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bireme.config import CHECKOUT
+from bireme.launch import free_port
+from bireme.launch.admin_client import DoorClient
+
+KEY = "the-operator-s-own-key"
+LIMIT_S = 240
+PROMPTS = [f"the oars of bank {number}" for number in range(8)]
+NUM_TOKENS = 24
+
+
+@dataclass
+class Generation:
+    """One launch of recipes/mocker: `command` serves it."""
+
+    folder: Path
+    revision: int  # its vocabulary: it decides the answers
+    checkout: Path = CHECKOUT
+    has_door: bool = True
+    ports: dict[str, int] = field(
+        default_factory=lambda: {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai", "admin")}
+    )
+
+    @property
+    def door(self) -> DoorClient:
+        return DoorClient(f"http://127.0.0.1:{self.ports['admin']}", KEY)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.ports['openai']}.log"
+
+    @property
+    def command(self) -> list[str]:
+        ports = [f"--{name}-port={port}" for name, port in self.ports.items() if name != "admin" or self.has_door]
+        door = [f"--admin-key-file={self.folder / 'key'}"] if self.has_door else []
+        serve = [sys.executable, str(self.checkout / "tools" / "serve.py"), "recipes/mocker"]
+        revision = f"workers.decode.engine_config.mocker.vocab_size={self.revision}"
+        return [*serve, *ports, *door, "--set", revision, "--canary-interval=0"]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Return once its frontend answers."""
+        with self.log.open("wb") as log:
+            environment = os.environ | {"PYTHONPATH": str(self.checkout)}
+            process = subprocess.Popen(self.command, stdout=log, stderr=log, cwd=self.checkout, env=environment)
+        wait_for(lambda: self.is_ready() or process.poll() is not None)
+        assert process.poll() is None, self.log.read_text()[-3000:]
+        return process
+
+    def is_ready(self) -> bool:
+        """As a balancer asks."""
+        try:
+            return self.call("GET", "/health/ready")[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def call(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["openai"], timeout=LIMIT_S)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def ask(self, prompt: str) -> str:
+        body = {"model": "mocker", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+        status, answer = self.call("POST", "/v1/completions", body | {"bireme": {"ignore_eos": True}})
+        assert status == 200, answer
+        return str(json.loads(answer)["choices"][0]["text"])
+
+
+class Clients:
+    """Ask whichever entry says that it is ready; a context manager."""
+
+    def __init__(self, entries: Sequence[Generation], known: Mapping[str, set[str]], num_clients: int = 4) -> None:
+        """`known`: prompt -> its answers, one a revision."""
+        self.entries = list(entries)
+        self._known, self._num_clients = known, num_clients
+        self.served: Counter[int] = Counter()  # by the entry's port
+        self.problems: list[str] = []
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Clients:
+        self._threads = [threading.Thread(target=self._run, args=(at,)) for at in range(self._num_clients)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+
+    def _run(self, at: int) -> None:
+        while not self._stopping.is_set():
+            at += 1
+            ready = [entry for entry in list(self.entries) if entry.is_ready()]
+            if not ready:
+                self.problems.append("no entry is ready")
+                time.sleep(0.05)
+                continue
+            entry, prompt = ready[at % len(ready)], PROMPTS[at % len(PROMPTS)]
+            try:
+                answer = entry.ask(prompt)
+            except ConnectionRefusedError:  # nothing was sent: a balancer takes another one
+                continue
+            except (OSError, http.client.HTTPException, AssertionError) as error:
+                self.problems.append(f"{entry.ports['openai']}: {error!r}")
+                continue
+            self.served[entry.ports["openai"]] += 1
+            if answer not in self._known[prompt]:
+                self.problems.append(f"{entry.ports['openai']}: {prompt}: {answer!r}")
+
+
+def update(old: Generation, new: Generation, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Run tools/update.py; return its code, its result and what it told."""
+    doors = ["--old", old.door.address, "--new", new.door.address, "--admin-key-file", str(old.folder / "key")]
+    entry = f"http://127.0.0.1:{new.ports['openai']}"
+    command = [sys.executable, str(CHECKOUT / "tools" / "update.py"), *doors, "--entry", entry, "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
