@@ -228,8 +228,14 @@ def test_stopping_ends_what_runs_with_unavailable(llama):
     assert result.finish.error.startswith("UNAVAILABLE")
 
 
+def computing(engine):
+    """Return what computes every step with a prompt from now on."""
+    engine.core._parts.forward.mixed = None
+    return engine.core._parts.forward
+
+
 def test_a_step_that_raises_fails_its_requests_and_the_next_ones_work(engine, llama):
-    forward = engine.core._parts.forward
+    forward = computing(engine)
     compute, forward.compute = forward.compute, lambda batch: 1 / 0
     result = engine.submit(request(PROMPTS[1]))
     assert result.finish.error.startswith("INTERNAL: ZeroDivisionError")
@@ -239,7 +245,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_next_ones_work(engine, ll
 
 
 def test_out_of_memory_ends_the_request_that_needs_most_and_nobody_else(engine, llama, caplog):
-    forward = engine.core._parts.forward
+    forward = computing(engine)
     compute = forward.compute
 
     def small_steps_fit(batch):
@@ -294,7 +300,7 @@ def test_sampling_without_a_seed_draws_one(engine):
 
 
 def test_steps_that_fail_again_and_again_end_the_process(engine):
-    engine.core._parts.forward.compute = lambda batch: 1 / 0
+    computing(engine).compute = lambda batch: 1 / 0
     results: list[Result] = []
     for _ in range(3):
         results.append(engine.submit(request(PROMPTS[1])))

@@ -52,9 +52,13 @@ def on_kernels(monkeypatch):
 
 
 def graphs_of(engine, has_grid_positions=False):
-    """Return the engine's graphs once all are made; where there is no GPU it is given some here."""
+    """Return the engine's graphs once all are made; where there is no GPU it is given some here.
+
+    Prompts that steps of any rows would take are for them, too.
+    """
     parts, path = engine.core._parts, StepPath.PROMPT_GRAPH
     forward = parts.forward
+    forward.mixed = None
     if path not in forward.graphs and IS_CUDA:
         pytest.skip("the model's modules do what no graph holds")
     if path not in forward.graphs:
