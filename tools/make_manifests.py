@@ -2,11 +2,14 @@
 
     python tools/make_manifests.py recipes/qwen3 --image registry/bireme:1 --out k8s
     python tools/make_manifests.py recipes/qwen3-disagg --image registry/bireme:1 --out k8s \\
-        --apart --discovery etcd://etcd:2379 --frontends 2        # prefill and decode in pods of their own
+        --apart --namespace llm --frontends 2                     # prefill and decode in pods of their own
     kubectl apply -k k8s                                           # or: -k k8s/with/monitoring, after a look at it
 
-Without --apart each pod serves the whole recipe. Keys are made once (k8s/base/secret.yaml, mode 0600, which .gitignore
-leaves out) and kept when the manifests are written again. No cluster is asked; docs/kubernetes.md has what was checked.
+Without --apart each pod serves the whole recipe. Pods of one model find each other by their Service's EndpointSlices
+(--discovery kubernetes, the default with --apart) or by etcd. An engine over several nodes is a LeaderWorkerSet.
+
+Keys are made once (k8s/base/secret.yaml, mode 0600, which .gitignore leaves out) and kept when the manifests are
+written again. No cluster is asked; docs/kubernetes.md has what was checked.
 
 Exit codes: 0; 2 the recipe can't run so, or an option is wrong.
 """
@@ -16,7 +19,9 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -31,9 +36,17 @@ from bireme.private_files import replace_file
 from bireme.recipe_files import load_recipe
 from tools.manifests.objects import Manifest, Objects
 from tools.manifests.plan import HUB, Options, config_files, model_source, plan, unlike_settings
+from tools.manifests.ranks import SSH_FILES
 
 WRONG = 2
-_KINDS = {"ConfigMap": "recipe", "PersistentVolumeClaim": "models", "NetworkPolicy": "network-policy"}
+_FILES = {
+    "ConfigMap": "recipe",
+    "PersistentVolumeClaim": "models",
+    "NetworkPolicy": "network-policy",
+    "ServiceAccount": "rights",
+    "Role": "rights",
+    "RoleBinding": "rights",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +68,9 @@ def write(options: Options, folder: Path) -> list[Path]:
     unlike_settings(options.settings)
     recipe = load_recipe(options.recipe, add_settings("", list(options.settings)))
     sets, model_from = plan(recipe, options), model_source(recipe, CHECKOUT)
-    keys = _read_keys(options.api_keys) if options.api_keys else ""
+    api_keys = _read_keys(options.api_keys) if options.api_keys else ""
+    secret = folder / "base" / "secret.yaml"
+    keys = _keys(secret, api_keys, any(one.spans_nodes for one in sets))
     objects = Objects(options, sets, config_files(Path(recipe.folder)), model_from)
     components = {
         "network-policy": objects.network_policy(),
@@ -65,7 +80,8 @@ def write(options: Options, folder: Path) -> list[Path]:
     if options.picker:
         components["gateway"] = objects.gateway()
     written = _write_base(folder / "base", objects.base())
-    written.append(_write_secret(folder / "base" / "secret.yaml", objects, keys))
+    replace_file(secret, _text(objects.secret(keys)).encode())
+    written.append(secret)
     for name, found in components.items():
         written += _write_component(folder / "components" / name, found)
     written.append(_write(folder / "kustomization.yaml", [_kustomization(["base"], ["components/network-policy"])]))
@@ -89,7 +105,7 @@ def _write_base(folder: Path, objects: Iterable[Manifest]) -> list[Path]:
     files: dict[str, list[Manifest]] = {}
     for one in objects:
         kind, own = one["kind"], one["metadata"]["name"]
-        name = own if kind in ("Deployment", "PodDisruptionBudget") else _KINDS.get(kind, "services")
+        name = own if kind in ("Deployment", "LeaderWorkerSet", "PodDisruptionBudget") else _FILES.get(kind, "services")
         files.setdefault(f"{name}.yaml", []).append(one)
     written = [_write(folder / name, found) for name, found in files.items()]
     return [*written, _write(folder / "kustomization.yaml", [_kustomization([*files, "secret.yaml"])])]
@@ -102,16 +118,30 @@ def _write_component(folder: Path, objects: Iterable[Manifest]) -> list[Path]:
     return [path, _write(folder / "kustomization.yaml", [component])]
 
 
-def _write_secret(path: Path, objects: Objects, api_keys: str) -> Path:
-    """Keys that are there stay."""
+def _keys(path: Path, api_keys: str, has_ranks: bool) -> dict[str, str]:
+    """Return the secret's content: what is there stays. `has_ranks`: mpirun reaches other nodes by ssh."""
+    kept = yaml.safe_load(path.read_text())["stringData"] if path.exists() else {}
     keys = {"bireme.key": secrets.token_hex(32), "admin.key": secrets.token_hex(32)}
-    if path.exists():
-        kept = yaml.safe_load(path.read_text())["stringData"]
-        keys |= {name: value for name, value in kept.items() if name in keys}
-    if api_keys:
-        keys["api-keys"] = api_keys
-    replace_file(path, _text(objects.secret(keys)).encode())
-    return path
+    if has_ranks:
+        keys |= {name: kept[name] for name in SSH_FILES} if kept.keys() >= set(SSH_FILES) else _ssh_keys()
+    keys |= {name: value for name, value in kept.items() if name in keys}
+    return keys | ({"api-keys": api_keys} if api_keys else {})
+
+
+def _ssh_keys() -> dict[str, str]:
+    """Return one pair, of hosts and of who may log in. Raises ConfigError."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ssh")
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "bireme", "-f", str(path)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ConfigError(
+                f"ssh-keygen: it made no key ({error}), by which mpirun starts the ranks of other nodes; install"
+                " openssh-client"
+            ) from error
+        public = path.with_suffix(".pub").read_text()
+        return dict(zip(SSH_FILES, (path.read_text(), public, f"* {public}"), strict=True))
 
 
 def _kustomization(resources: Sequence[str], components: Sequence[str] = ()) -> Manifest:
@@ -145,13 +175,15 @@ _Dumper.add_representer(str, _lines)
 
 
 def options_of(given: argparse.Namespace) -> Options:
+    name = given.name or Path(given.recipe).resolve().name.replace(".", "-").replace("_", "-").lower()
+    discovery = given.discovery or ("kubernetes" if given.apart else "")
     return Options(
         recipe=given.recipe,
         image=given.image,
-        name=given.name or Path(given.recipe).resolve().name.replace(".", "-").replace("_", "-").lower(),
+        name=name,
         namespace=given.namespace,
         apart=given.apart,
-        discovery=given.discovery,
+        discovery=f"kubernetes://{name}-workers" if discovery == "kubernetes" else discovery,
         replicas=given.replicas,
         frontends=given.frontends,
         on_cpu=given.cpu_only,
@@ -178,7 +210,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="", help="of the deployment; default: the recipe's")
     parser.add_argument("--namespace", default="", help="default: that of kubectl")
     parser.add_argument("--apart", action="store_true", help="prefill, decode and frontends in pods of their own")
-    parser.add_argument("--discovery", default="", metavar="ADDRESS", help="etcd://host:2379; pods of one model")
+    parser.add_argument(
+        "--discovery", default="", metavar="ADDRESS",
+        help="by which pods of one model find each other: kubernetes or etcd://host:2379; default with --apart:"
+        " kubernetes",
+    )  # fmt: skip
     parser.add_argument("--replicas", type=_positive, default=1, metavar="N", help="pods; with --apart a factor")
     parser.add_argument("--frontends", type=_positive, default=2, metavar="N", help="with --apart")
     parser.add_argument("--cpu-only", action="store_true", help="engines without GPUs")

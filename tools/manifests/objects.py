@@ -7,12 +7,23 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tools.manifests.plan import MODELS, VOLUME, Options, PodSet
+from bireme.discovery.endpoint_slices import PORT_NAME
+from tools.manifests.plan import KEYS, MODELS, VOLUME, Options, PodSet
+from tools.manifests.ranks import (
+    RANK_COMMAND,
+    RANK_PRE_STOP,
+    SSH_ENV,
+    SSH_PORT,
+    group_hosts,
+    mpirun,
+    node_role,
+    wait_for,
+)
 
 Manifest = dict[str, Any]
 OPENAI, GRPC, METRICS, HEALTH, ADMIN = 9000, 8001, 8002, 8003, 8004
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # in a pod; the network policy says who gets there
-RECIPE, KEYS, SHM = "/etc/bireme/recipe", "/etc/bireme/keys", "/dev/shm"  # noqa: S108  # volumes of the pod's own
+RECIPE, SHM = "/etc/bireme/recipe", "/dev/shm"  # noqa: S108  # volumes of the pod's own
 USER = 10001  # of the images (docker/)
 _START_S, _DRAIN_S = 1800, 30  # until a model must be loaded; serve.py's own --drain-timeout
 _WAITING = 4  # requests in an engine's queue on average, from which there are too few pods
@@ -31,10 +42,15 @@ class Objects:
         if self._model_from != "image":
             yield self._volume_claim()
         for pods in self._sets:
-            yield self._deployment(pods)
-            yield self._budget(pods)
+            yield self._leader_worker_set(pods) if pods.spans_nodes else self._deployment(pods)
+            yield self._budget(pods.role)
+            if pods.spans_nodes:
+                yield self._budget(node_role(pods))
         yield self._service()
         yield self._metrics_service()
+        if self._options.service:
+            yield self._workers_service()
+            yield from self._rights()
 
     def secret(self, keys: Mapping[str, str]) -> Manifest:
         return self._object("v1", "Secret", f"{self._name}-keys", type="Opaque", stringData=dict(keys))
@@ -59,7 +75,7 @@ class Objects:
             if pods.is_frontend:
                 continue
             spec = {
-                "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": self._of(pods)},
+                "scaleTargetRef": {**_WORKLOADS[pods.spans_nodes], "name": self._of(pods)},
                 "minReplicas": pods.replicas,
                 "maxReplicas": 4 * pods.replicas,
                 "metrics": [
@@ -130,35 +146,75 @@ class Objects:
         spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": self._labels(), "ports": ports}
         return self._object("v1", "Service", f"{self._name}-metrics", part="metrics", spec=spec)
 
-    def _budget(self, pods: PodSet) -> Manifest:
-        spec = {"maxUnavailable": 1, "selector": {"matchLabels": self._labels(role=pods.role)}}
-        return self._object("policy/v1", "PodDisruptionBudget", self._of(pods), spec=spec)
+    def _workers_service(self) -> Manifest:
+        """For discovery (bireme/discovery/endpoint_slices.py), which reads its slices; no client calls it."""
+        ports = [{"name": PORT_NAME, "port": HEALTH, "targetPort": "health"}]
+        spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": self._labels(), "ports": ports}
+        return self._object("v1", "Service", self._options.service, part="workers", spec=spec)
 
-    def _deployment(self, pods: PodSet) -> Manifest:
-        labels = self._labels(role=pods.role)
-        content = json.dumps(self._files, sort_keys=True).encode()
-        # A new recipe is a new pod; GPUs of another node may not be there, so the old pod goes first.
+    def _rights(self) -> Iterator[Manifest]:
+        """Pods may read EndpointSlices of their namespace, and nothing else."""
+        name, group = self._options.service, "rbac.authorization.k8s.io"
+        account = {"kind": "ServiceAccount", "name": name, "namespace": self._options.namespace}
+        rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+        yield self._object("v1", "ServiceAccount", name, automountServiceAccountToken=False)
+        yield self._object(f"{group}/v1", "Role", name, rules=[rule])
+        role = {"apiGroup": group, "kind": "Role", "name": name}
+        yield self._object(f"{group}/v1", "RoleBinding", name, roleRef=role, subjects=[account])
+
+    def _budget(self, role: str) -> Manifest:
+        spec = {"maxUnavailable": 1, "selector": {"matchLabels": self._labels(role=role)}}
+        return self._object("policy/v1", "PodDisruptionBudget", f"{self._name}-{role}", spec=spec)
+
+    def _leader_worker_set(self, pods: PodSet) -> Manifest:
+        """A group of pods an engine: the leader has the server, the others ranks that its mpirun starts."""
+        leader, other = self._template(pods), self._template(pods, node_role(pods))
+        name, hosts = self._of(pods), group_hosts(self._of(pods), pods)
+        container = leader["spec"]["containers"][0]
+        container["command"] = mpirun(container["command"], hosts, pods.num_gpus, container["env"])
+        container["env"] += [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}, *SSH_ENV]
+        waiting = {name: container[name] for name in ("image", "env", "securityContext", "volumeMounts")}
+        leader["spec"]["initContainers"] = [{"name": "ranks", "command": wait_for(hosts[1:]), **waiting}]
+        rank = other["spec"]["containers"][0]
+        for field in ("ports", "startupProbe", "livenessProbe"):
+            rank.pop(field)
+        rank |= {"command": RANK_COMMAND, "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 5},
+                 "lifecycle": {"preStop": {"exec": {"command": RANK_PRE_STOP}}}}  # fmt: skip
         spec = {
             "replicas": pods.replicas,
-            "selector": {"matchLabels": labels},
+            "rolloutStrategy": {"type": "RollingUpdate",
+                                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0}},
+            "startupPolicy": "LeaderCreated",
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": {"size": pods.num_nodes, "restartPolicy": "RecreateGroupOnPodRestart",
+                                     "leaderTemplate": leader, "workerTemplate": other},
+        }  # fmt: skip
+        return self._object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, spec=spec)
+
+    def _deployment(self, pods: PodSet) -> Manifest:
+        # GPUs of another node may not be there, so the old pod goes first.
+        spec = {
+            "replicas": pods.replicas,
+            "selector": {"matchLabels": self._labels(role=pods.role)},
             "strategy": {"type": "RollingUpdate",
                          "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0 if pods.num_gpus else 1}},
-            "template": {
-                "metadata": {
-                    "labels": labels,
-                    "annotations": {"bireme/recipe-digest": hashlib.sha256(content).hexdigest()[:16]},
-                },
-                "spec": self._pod(pods),
-            },
+            "template": self._template(pods),
         }  # fmt: skip
         return self._object("apps/v1", "Deployment", self._of(pods), spec=spec)
+
+    def _template(self, pods: PodSet, role: str = "") -> Manifest:
+        """A new recipe is a new pod."""
+        content = json.dumps(self._files, sort_keys=True).encode()
+        annotations = {"bireme/recipe-digest": hashlib.sha256(content).hexdigest()[:16]}
+        metadata = {"labels": self._labels(role=role or pods.role), "annotations": annotations}
+        return {"metadata": metadata, "spec": self._pod(pods)}
 
     def _pod(self, pods: PodSet) -> Manifest:
         options = self._options
         spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
                   "labelSelector": {"matchLabels": self._labels(role=pods.role)}}  # fmt: skip
         spec: Manifest = {
-            "automountServiceAccountToken": False,
+            "automountServiceAccountToken": bool(options.service),
             "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER,
                                 "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}},
             # Above what a drain may take: the kubelet kills what is still there.
@@ -167,6 +223,8 @@ class Objects:
             "containers": [self._container(pods)],
             "volumes": [*self._volumes(pods)],
         }  # fmt: skip
+        if options.service:
+            spec["serviceAccountName"] = options.service
         if pods.num_gpus:
             spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
         return spec
@@ -189,7 +247,7 @@ class Objects:
             "volumeMounts": [*self._mounts(pods)],
         }
         if not pods.is_frontend:
-            drain = ["python", "tools/drain.py", "--all", "--wait", str(options.drain_wait_s),
+            drain = ["python3", "tools/drain.py", "--all", "--wait", str(options.drain_wait_s),
                      "--admin", f"http://127.0.0.1:{ADMIN}", "--admin-key-file", f"{KEYS}/admin.key"]  # fmt: skip
             container["lifecycle"] = {"preStop": {"exec": {"command": drain}}}
         return container
@@ -199,10 +257,10 @@ class Objects:
         common = ["--discovery", options.discovery] if options.discovery else []
         keys = ["--api-keys", f"{KEYS}/api-keys"] if options.api_keys else []
         if pods.is_frontend:
-            return ["python", "-m", "bireme.openai", "--recipe", RECIPE, "--host", EVERYWHERE, "--port", str(OPENAI),
+            return ["python3", "-m", "bireme.openai", "--recipe", RECIPE, "--host", EVERYWHERE, "--port", str(OPENAI),
                     *common, *keys]  # fmt: skip
         command = [
-            "python", "tools/serve.py", RECIPE, "--health-host", "$(POD_IP)", "--metrics-host", "$(POD_IP)",
+            "python3", "tools/serve.py", RECIPE, "--health-host", "$(POD_IP)", "--metrics-host", "$(POD_IP)",
             "--admin-port", str(ADMIN), "--admin-key-file", f"{KEYS}/admin.key", "--drain-timeout", str(_DRAIN_S),
             *common,
         ]  # fmt: skip
@@ -260,6 +318,10 @@ class Objects:
             yield {"name": "models", "mountPath": MODELS, "readOnly": self._model_from == VOLUME}
 
 
+_WORKLOADS = {  # by whether an engine spans nodes
+    False: {"apiVersion": "apps/v1", "kind": "Deployment"},
+    True: {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"},
+}
 _SCRAPED = {"metrics": METRICS, "openai": OPENAI}
 _ADAPTER = {
     "bireme_requests_waiting": "sum(bireme_requests_waiting{<<.LabelMatchers>>}) by (<<.GroupBy>>)",

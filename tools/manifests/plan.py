@@ -17,6 +17,7 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # what is appended fits 
 _MAX_CONFIG_BYTES = 1 << 20  # of a ConfigMap
 HUB, IMAGE, VOLUME = "hub", "image", "volume"  # where the model comes from
 MODELS = "/models"  # the volume of models in pods
+KEYS = "/etc/bireme/keys"  # the volume of keys
 _WHOLE, _FRONTEND = "server", "frontend"
 
 
@@ -45,6 +46,11 @@ class Options:
     hosts: tuple[str, ...]
     settings: tuple[str, ...]
 
+    @property
+    def service(self) -> str:
+        """The Service whose EndpointSlices tell which pods have workers; "": nobody reads them."""
+        return f"{self.name}-workers" if self.discovery == f"kubernetes://{self.name}-workers" else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSet:
@@ -53,11 +59,16 @@ class PodSet:
     role: str  # server, prefill, decode or frontend
     replicas: int
     num_gpus: int = 0  # of each
+    num_nodes: int = 1  # more: an engine over so many, each with a pod
     settings: tuple[str, ...] = ()  # --set over the recipe
 
     @property
     def is_frontend(self) -> bool:
         return self.role == _FRONTEND
+
+    @property
+    def spans_nodes(self) -> bool:
+        return self.num_nodes > 1
 
     @property
     def has_openai(self) -> bool:
@@ -73,13 +84,27 @@ def plan(recipe: Recipe, options: Options) -> list[PodSet]:
     if not recipe.workers:
         raise ConfigError(f"{recipe.name} has no workers")
     gpus = {stage: _gpus_of(stage, entry, options) for stage, entry in recipe.workers.items()}
+    _check_discovery(options)
     for stage, count in gpus.items():
-        if count > options.gpus_per_node:
+        if count > options.gpus_per_node and count % options.gpus_per_node:
             raise ConfigError(
-                f"workers.{stage}: an engine takes {count} GPUs, a node has {options.gpus_per_node} (--gpus-per-node);"
-                " engines over several nodes are started by Slurm or mpirun (tools/serve_nodes.py), no pod is one"
+                f"workers.{stage}: an engine takes {count} GPUs, which don't fill nodes of {options.gpus_per_node};"
+                " give --gpus-per-node"
             )
     return _apart(recipe, options, gpus) if options.apart else _whole(recipe, options, gpus)
+
+
+def _check_discovery(options: Options) -> None:
+    if options.discovery.startswith("kubernetes"):
+        if not options.service:
+            raise ConfigError(
+                f"--discovery {options.discovery}: write kubernetes; the Service {options.name}-workers is made for it"
+            )
+        if not options.namespace:
+            raise ConfigError(
+                "--namespace: missing; the pods' right to read EndpointSlices is given to a service account by its"
+                " namespace, name the one that they will run in"
+            )
 
 
 def _gpus_of(stage: str, entry: WorkerEntry, options: Options) -> int:
@@ -99,6 +124,11 @@ def _whole(recipe: Recipe, options: Options, gpus: dict[str, int]) -> list[PodSe
         count = 0 if options.on_cpu else max(named) + 1
     else:
         count = sum(gpus[stage] * entry.replicas for stage, entry in recipe.workers.items())
+    if (
+        count == max(gpus.values()) > options.gpus_per_node
+        and sum(entry.replicas for entry in recipe.workers.values()) == 1
+    ):
+        return [_set_of(_WHOLE, options.replicas, count, options)]
     if count > options.gpus_per_node:
         raise ConfigError(
             f"{recipe.name}: its workers take {count} GPUs together, a node has {options.gpus_per_node}"
@@ -112,8 +142,8 @@ def _apart(recipe: Recipe, options: Options, gpus: dict[str, int]) -> list[PodSe
     stages = [stage for stage in ("prefill", "decode", "multimodal_encoder") if stage in recipe.workers]
     if unknown := recipe.workers.keys() - set(stages):
         raise ConfigError(f"--apart: {', '.join(sorted(unknown))} can't have pods of its own; leave --apart out")
-    if not options.discovery.startswith("etcd://"):
-        raise ConfigError(f"--discovery {options.discovery or '(none)'}: pods find each other by etcd://host:2379")
+    if not options.discovery.startswith(("etcd://", "kubernetes://")):
+        raise ConfigError(f"--discovery {options.discovery}: pods find each other by kubernetes or etcd://host:2379")
     for stage in stages if "prefill" in stages else ():
         entry = recipe.workers[stage]
         backend = entry.engine_config.cache_transceiver_config.backend
@@ -127,8 +157,18 @@ def _apart(recipe: Recipe, options: Options, gpus: dict[str, int]) -> list[PodSe
         others = (f"workers.{other}.replicas=0" for other in stages if other != stage)
         settings = (f"workers.{stage}.replicas=1", *others)
         replicas = recipe.workers[stage].replicas * options.replicas
-        sets.append(PodSet(role=_label(stage), replicas=replicas, num_gpus=gpus[stage], settings=settings))
+        sets.append(_set_of(_label(stage), replicas, gpus[stage], options, settings))
     return [*sets, PodSet(role=_FRONTEND, replicas=options.frontends)]
+
+
+def _set_of(role: str, replicas: int, gpus: int, options: Options, settings: tuple[str, ...] = ()) -> PodSet:
+    """`gpus`: of an engine, or of all that a pod has."""
+    if gpus <= options.gpus_per_node:
+        return PodSet(role=role, replicas=replicas, num_gpus=gpus, settings=settings)
+    # A rank that has died takes its MPI world along: the group is made again, not the engine.
+    settings = (*settings, "supervisor.max_restarts=0")
+    nodes = gpus // options.gpus_per_node
+    return PodSet(role=role, replicas=replicas, num_gpus=options.gpus_per_node, num_nodes=nodes, settings=settings)
 
 
 def _label(stage: str) -> str:
