@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Inner
 
 from bireme.config import Recipe
 from bireme.conversion import convert
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import DeadlineExceededError, EngineLostError, EngineStalledError, RequestError, UnavailableError
 from bireme.messages import EncodeSource
 from bireme.metrics import Registry
@@ -42,6 +43,7 @@ class Bench:
         if prefill:
             workers["prefill"] = {"engine": "mocker"}
         tree = {"model": "none", "workers": workers, "name": "test", "router": {"transfer_ms": 0}} | tree
+        self.members = {}
         self.recipe = convert(tree, Recipe, "test")
         self.workers = FakeWorkers()
         metrics = Registry("chat")
@@ -186,6 +188,74 @@ async def test_the_worker_with_the_vision_tower_encodes(workers, place):
     bench = Bench(**workers)
     await bench.pictures().expand(IDS, 1)
     assert bench.workers.log == [f"{place} encode"]
+
+
+# Generations and revisions
+
+
+def beside_a_new_generation(**weights):
+    """Encoder and decode of two launches, of another revision each."""
+    bench = Bench(pipeline={"stall_timeout_s": 1})
+    servers = {"": (0, "old"), "b:1": (1, "new")}
+    for worker in ("multimodal_encoder", "decode"):
+        for server, (generation, revision) in servers.items():
+            facts = {"generation": generation, "revision": revision, "weight": weights.get(revision, 1.0)}
+            record = WorkerRecord(worker=worker, server=server, life=1, tokens_per_block=32, **facts)
+            bench.members[record.id] = record
+    bench.services.set_workers(bench.members)
+    return bench
+
+
+@pytest.mark.parametrize(("weight", "place"), [(1.0, "multimodal_encoder@b:1"), (0.0, "multimodal_encoder")])
+async def test_pictures_are_encoded_in_the_generation_that_the_weights_choose(weight, place):
+    bench = beside_a_new_generation(new=weight)
+    for _ in range(3):
+        await bench.pictures().expand(IDS, 1)
+    assert set(bench.workers.log) == {f"{place} encode"}
+
+
+async def test_embeddings_of_another_revision_are_given_back_and_made_again_by_one_of_its_own():
+    bench = beside_a_new_generation(new=0.0)
+    pictures = bench.pictures()
+    await pictures.expand(IDS, 2)
+    taken = await pictures.take("new")
+    await bench.background()
+    assert bench.workers.log == ["multimodal_encoder encode", "multimodal_encoder@b:1 encode"]
+    assert set(bench.workers.handles) == {item.handle for item in items(taken.multimodal)}
+
+
+async def test_without_an_encoder_of_the_revision_the_attempt_ends_with_its_name():
+    bench = beside_a_new_generation(new=0.0)
+    pictures = bench.pictures()
+    await pictures.expand(IDS, 1)
+    del bench.members["multimodal_encoder@b:1"]
+    bench.services.set_workers(dict(bench.members))
+    with pytest.raises(
+        UnavailableError, match="no multimodal_encoder worker of the model's revision new takes pictures"
+    ):
+        await pictures.take("new")
+
+
+async def test_a_revision_with_another_number_of_tokens_for_a_picture_is_not_taken_for_the_prompt_s():
+    bench = beside_a_new_generation(new=0.0)
+    pictures = bench.pictures()
+    await pictures.expand(IDS, 1)
+    pictures._items = tuple(msgspec.structs.replace(item, num_tokens=item.num_tokens + 1) for item in pictures._items)
+    with pytest.raises(UnavailableError, match="revision new of the model has another number of tokens"):
+        await pictures.take("new")
+    await bench.background()
+    assert not bench.workers.handles
+
+
+async def test_a_picture_s_request_is_decoded_where_it_was_encoded():
+    bench = beside_a_new_generation(new=0.5)
+    for _ in range(12):
+        _, running = chat(bench, PICTURE)
+        await bench.workers.emit(3)
+        await running
+    encoded = [line.split()[0].partition("@")[2] for line in bench.workers.log if " encode" in line]
+    decoded = [line.split()[0].partition("@")[2] for line in bench.workers.log if line.startswith("decode")]
+    assert encoded == decoded and set(encoded) == {"", "b:1"}
 
 
 # Through the chat service
