@@ -11,6 +11,7 @@ from openai.types import CreateEmbeddingResponse
 
 from bireme.config import Recipe
 from bireme.conversion import convert
+from bireme.discovery.records import WorkerRecord
 from bireme.errors import EngineStalledError, UnavailableError
 from bireme.messages import Capacity
 from bireme.metrics import Registry
@@ -158,6 +159,25 @@ async def test_a_worker_that_is_down_is_passed_over_until_all_are(embedder):
     bench.workers.down["embedding_1"] = UnavailableError("engine starts")
     assert (await ask(bench, input="hi")).status == 503
     assert (await bench.call("GET", "/health/ready").end()).status == 503
+
+
+async def test_all_parts_of_a_request_go_to_one_generation_and_to_another_where_that_fails(monkeypatch):
+    monkeypatch.setattr(embedding_service, "_PART_BYTES", 16)  # a text each
+    workers, metrics = FakeWorkers(), Registry("frontend")
+    model = EmbeddingModel(recipe("vectors", workers={"embedding": {"engine": "torch"}}), workers, letters(), metrics)
+    records = [
+        WorkerRecord(worker="embedding", server=server, generation=at) for at, server in enumerate(("a:1", "b:1"))
+    ]
+    model.services.set_workers({one.id: one for one in records})
+    texts = [np.array([1, 2], np.int32)] * 3
+    await model.embeddings.embed(texts)
+    assert workers.log == ["embedding@b:1 embed 1"] * 3
+    workers.down["embedding@b:1"] = UnavailableError("it is down")
+    await model.embeddings.embed(texts)
+    assert workers.log[-3:] == ["embedding@a:1 embed 1"] * 3
+    workers.down["embedding@a:1"] = UnavailableError("it is down")
+    with pytest.raises(UnavailableError, match="it is down"):
+        await model.embeddings.embed(texts)
 
 
 async def test_texts_in_two_stalls_are_given_to_no_third_engine(embedder):
