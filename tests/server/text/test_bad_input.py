@@ -120,8 +120,9 @@ def test_prefill_refuses_with_code_value_and_field(server, name):
 
 
 def test_a_huge_max_tokens_is_clamped_to_the_context(server):
-    answer = Client(server.grpc).generate("generate", input_ids=PROMPT, max_tokens=2**31 - 1, ignore_eos=True)
-    assert len(answer["output_ids"]) == CONTEXT - len(PROMPT)
+    prompt = (PROMPT * CONTEXT)[: CONTEXT - 32]
+    answer = Client(server.grpc).generate("generate", input_ids=prompt, max_tokens=2**31 - 1, ignore_eos=True)
+    assert len(answer["output_ids"]) == 32
     assert answer["finish_reason"] == "length"
 
 
