@@ -54,7 +54,7 @@ def packages(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(sample_model, write_recipe, packages):
     config = {"dtype": "float32", "max_batch_size": 32, "max_seq_len": 512, "kv_cache_config": {"max_tokens": 32768}}
     worker = {"engine": "torch", "num_threads": 1, "replicas": 2, "env": {"PYTHONPATH": str(packages)}}
@@ -66,6 +66,7 @@ def server(sample_model, write_recipe, packages):
 
 @pytest.mark.parametrize(("processor", "most_engines"), [("hangs_itself", 1), ("hangs_a_step", 2)])
 def test_poison_ends_with_its_reason_and_takes_no_innocent_stream_along(server, reference, processor, most_engines):
+    restarts = total(server, "bireme_engine_restarts_total")
     innocent = Run(server, "generate", count=STREAMS, max_tokens=LENGTH, stream=True)
     until(lambda: all(count > 3 for count in innocent.tokens), 120, "streams under way")
     call = f'[{{"name": "{processor}"}}]'
@@ -73,5 +74,5 @@ def test_poison_ends_with_its_reason_and_takes_no_innocent_stream_along(server, 
     expected = [reference("llama").greedy([*range(400, 480), 300 + i], LENGTH) for i in range(STREAMS)]
     assert innocent.join() == expected
     assert "INVALID_ARGUMENT" in str(poison) and "not moved" in str(poison)
-    assert total(server, "bireme_engine_restarts_total") <= most_engines
+    assert total(server, "bireme_engine_restarts_total") - restarts <= most_engines
     until(lambda: is_idle(server), 20, "nothing left behind")
