@@ -14,7 +14,7 @@ from tests.server.test_served_recipes import post, serving
 
 pytestmark = pytest.mark.server
 
-SECONDS = 60
+SECONDS = 20  # of load, and of canaries, one a second
 NUM_TOKENS, STEP_MS, SLOTS = 20, 50, 2  # two workers answer four requests a second
 RATE = 16.0
 ENGINE = {"max_batch_size": SLOTS, "max_num_tokens": 64, "mocker": {"step_ms": STEP_MS}}
