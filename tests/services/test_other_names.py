@@ -4,6 +4,8 @@ Queries are as their sources have them, but for the windows, which are short her
 adds (`namespace`, `pod`).
 """
 
+import contextlib
+import http.client
 import json
 import math
 import re
@@ -16,6 +18,7 @@ from bireme.metric_aliases import OF_WORKERS
 from tests.server.openai_served import five_ports, served, wait_for
 from tests.services.prometheus import Prometheus
 
+LIMIT_S = 180
 MODEL, TTFT = "mocker-disagg", "bireme_time_to_first_token_seconds"
 OVERRIDE = {
     "metrics": {"aliases": ["triton_trtllm", "vllm", "dynamo"], "buckets": {TTFT: [0.01, 0.5]}},
@@ -91,12 +94,19 @@ class Scraped:
     def __init__(self, ports, prometheus):
         self.ports, self.prometheus = ports, prometheus
 
-    def complete(self, num_tokens=16):
-        body = {"model": MODEL, "prompt": "Two banks of oars, one captain. " * 20, "max_tokens": num_tokens}
+    def complete(self):
+        body = {"model": MODEL, "prompt": "Two banks of oars, one captain. " * 20, "max_tokens": 16}
         url = f"http://127.0.0.1:{self.ports['openai']}/v1/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as reply:
             return json.load(reply)
+
+    def hold(self):
+        """Return the connection of a stream that goes on until it is closed."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["openai"], timeout=LIMIT_S)
+        body = {"model": MODEL, "prompt": "Two banks", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        return connection
 
     def samples(self, page):
         """Return name, labels and value of each series; prometheus_client's parser would call buckets _total."""
@@ -113,7 +123,7 @@ class Scraped:
             values = [value for _, value in self.prometheus.ask(query)]
             return values if values and all(map(math.isfinite, values)) else None
 
-        return wait_for(finite, 30)
+        return wait_for(finite)
 
 
 @pytest.fixture(scope="module")
@@ -148,19 +158,17 @@ def test_what_others_ask_has_an_answer(scraped, query):
 
 def test_a_queue_is_told_to_gateways_as_long_as_it_is(scraped):
     """Four are in the batch, of ten and the load's own."""
-    threads = [threading.Thread(target=scraped.complete, args=(800,)) for _ in range(10)]
-    for thread in threads:
-        thread.start()
 
     def waiting(name, **labels):
         found = [one for one in scraped.samples("metrics") if one[0] == name]
         (length,) = [value for _, own, value in found if labels.items() <= own.items()]
         return length in (6, 7)
 
-    wait_for(lambda: waiting("vllm:num_requests_waiting", engine="decode"), 30)
-    wait_for(lambda: waiting("nv_trt_llm_request_metrics", model="decode", request_type="waiting"), 30)
-    for thread in threads:
-        thread.join()
+    with contextlib.ExitStack() as held:
+        for _ in range(10):
+            held.enter_context(contextlib.closing(scraped.hold()))
+        wait_for(lambda: waiting("vllm:num_requests_waiting", engine="decode"))
+        wait_for(lambda: waiting("nv_trt_llm_request_metrics", model="decode", request_type="waiting"))
 
 
 def test_a_gateway_reads_one_series_a_name_beside_the_probes(scraped):
