@@ -53,52 +53,62 @@ class SlowRequests:
 
     def __init__(self, server: Server, frontend: FrontendServer) -> None:
         self._server, self.frontend = server, frontend
-        self._num_prompts = 0
+        self._num_prompts, self._num_slow = 0, 0
 
     def queue(self) -> dict[str, Any]:
         """Both places of the batch are taken for a while."""
+        name = self._new_name()
         with self._busy_decode():
-            slow = self._begin("slow-queue", 4, 10)
+            slow = self._begin(name, 4, 10)
             time.sleep(LONG_S)
-        return self._ended(slow, "slow-queue")
+        return self._ended(slow, name)
 
     def neighbors(self) -> dict[str, Any]:
         """A long prompt is computed beside it."""
-        slow = self._begin("slow-neighbors", 4, 600)
+        name = self._new_name()
+        slow = self._begin(name, 4, 600)
         slow.fp.readline()  # its first token
         other = self._begin("neighbor", 2000, 1)
         other.read()
-        return self._ended(slow, "slow-neighbors")
+        return self._ended(slow, name)
 
     def transfer(self) -> dict[str, Any]:
         """Prefill stands still when decode claims the KV."""
+        name = self._new_name()
         prefill = self._pid("prefill")
         with self._busy_decode():
-            slow = self._begin("slow-transfer", 3000, 10)
-            wait_for(lambda: self._is_prefilled("slow-transfer"))
+            slow = self._begin(name, 3000, 10)
+            wait_for(lambda: self._is_prefilled(name))
             os.kill(prefill, signal.SIGSTOP)
         try:
             time.sleep(LONG_S)
         finally:
             os.kill(prefill, signal.SIGCONT)
-        return self._ended(slow, "slow-transfer")
+        return self._ended(slow, name)
 
     def migration(self) -> dict[str, Any]:
         """Its engine is killed, and started again."""
+        name = self._new_name()
         before = self._pid("decode")
-        slow = self._begin("slow-migration", 4, 600)
+        slow = self._begin(name, 4, 600)
         slow.fp.readline()
         os.kill(before, signal.SIGKILL)
-        return self._ended(slow, "slow-migration")
+        return self._ended(slow, name)
 
     def reader(self) -> dict[str, Any]:
         """Its client takes nothing while 3.4 MB of events are made, and for a while after that: the kernel's buffers
         hold 2.3 MB.
         """
-        slow = self._begin("slow-reader", 4, 1100, n=2, logprobs=True, top_logprobs=20)
-        ended = wait_for(lambda: self._made("slow-reader"))
+        name = self._new_name()
+        slow = self._begin(name, 4, 1100, n=2, logprobs=True, top_logprobs=20)
+        ended = wait_for(lambda: self._made(name))
         time.sleep(max(LONG_S, 1.5 * ended / 1e3))
-        return self._ended(slow, "slow-reader")
+        return self._ended(slow, name)
+
+    def _new_name(self) -> str:
+        """Return one that no request has had, that of a test's first try neither."""
+        self._num_slow += 1
+        return f"slow-{self._num_slow}"
 
     def timeline(self, request_id: str) -> dict[str, Any]:
         status, found = self.frontend.call("GET", f"/v1/requests/{request_id}/timeline")

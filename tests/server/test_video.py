@@ -104,7 +104,7 @@ def is_same(one, other):
 
 
 def test_progress_comes_as_events(deployment):
-    body = {"prompt": PROMPT, "num_inference_steps": 3, "stream": True, "response_format": "url"}
+    body = {"prompt": PROMPT, "num_inference_steps": 12, "stream": True, "response_format": "url"}
     status, data = request("POST", "/v1/videos/generations", body)
     *events, last = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line.startswith("data: ")]
     trees = [json.loads(event) for event in events]
