@@ -13,6 +13,7 @@ from bireme.errors import RequestError
 from bireme.kv.transfer.base import KvLayout
 
 CHUNK_BYTES = 16 << 20  # about 5 ms of copying; smaller ones spend more in the callbacks than in memcpy
+STAGED_FACTOR = 2  # of it, where a GPU's rows pass through host memory: between two the wire rests a while
 GPU_FACTOR = 64  # of it, where a GPU copies: 1 GiB takes half a millisecond on one, starting it 60 us
 
 

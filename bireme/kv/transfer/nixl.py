@@ -30,7 +30,7 @@ import numpy.typing as npt
 from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
 from bireme.kv.transfer.backend import Backend, Inlet, PeerAddress, RowOutlet
 from bireme.kv.transfer.base import KvLayout
-from bireme.kv.transfer.chunks import CHUNK_BYTES, Chunk, TransferPlan
+from bireme.kv.transfer.chunks import CHUNK_BYTES, STAGED_FACTOR, Chunk, TransferPlan
 from bireme.kv.transfer.gpu_direct import why_not_direct
 from bireme.kv.transfer.memory import Bytes, MemoryKind, Pieces, RowCopy, RowMemory, TokenRows
 from bireme.kv.transfer.row_copies import begin_store
@@ -40,6 +40,7 @@ from bireme.settings import StagingChoice
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # one for each CUDA, and one that is for either
 _POLL_S = 0.0002  # between looks at a write under way
+_STAGED_POLL_S = 0.00005  # where one look is all that keeps many MiB going
 _PROGRESS_US = 100_000  # the longest that the importer's progress thread sleeps; what arrives wakes it
 _MAX_AHEAD = 2  # chunks that a transfer has in slots beside the one that it sends
 _MAX_AGENTS = 64  # importers whose metadata is kept
@@ -76,7 +77,7 @@ class NixlBackend(Backend):
             if memory is not None:
                 self._owner = memory if memory.regions[0][0].kind is MemoryKind.VRAM else None
                 self._open_pool(memory)
-            self._slot_bytes = max([CHUNK_BYTES, *(group.bytes_per_token for group in layout.groups)])
+            self._slot_bytes = max([STAGED_FACTOR * CHUNK_BYTES, *(group.bytes_per_token for group in layout.groups)])
             self._staging = Staging(limit_bytes, self._owner)
             self._begin_importing()
 
@@ -91,6 +92,9 @@ class NixlBackend(Backend):
 
     def can_read(self, memory: RowMemory) -> bool:
         return memory is self._registered
+
+    def chunk_bytes(self, claim: Claim, usual: int) -> int:
+        return usual * (STAGED_FACTOR if self._owner is not None and self._registered is None else 1)
 
     def open_outlet(self, plan: TransferPlan, claim: Claim) -> NixlOutlet:
         """Runs on the copier, as all that the exporting agent does."""
@@ -162,7 +166,7 @@ class NixlBackend(Backend):
                 reason = f"UCX can't read it: {error}"
         logger.info(
             "transfer event=staged kind=%s module=%s cuda=%s slots=%d slot_bytes=%d reason=%s",
-            kind.value, self._api.__name__, _cuda(), NUM_SLOTS, CHUNK_BYTES, reason,
+            kind.value, self._api.__name__, _cuda(), NUM_SLOTS, STAGED_FACTOR * CHUNK_BYTES, reason,
         )  # fmt: skip
 
     def _why_staged(self, memory: RowMemory) -> str:
@@ -233,19 +237,19 @@ class NixlOutlet(RowOutlet):
     def _store_staged(self, rows: TokenRows, chunk: Chunk) -> Generator[None, None, None]:
         while not (self._pieces or self._read_next(rows)):  # other transfers have the slots
             yield
-            time.sleep(_POLL_S)
+            time.sleep(_STAGED_POLL_S)
         piece = self._pieces.popleft()
         try:
             self._read_ahead(rows, 1)  # what is written within one host is there at once
             while not piece.copy.is_done():
                 yield
-                time.sleep(_POLL_S)
+                time.sleep(_STAGED_POLL_S)
             whole = np.array([piece.slot.ctypes.data], np.uint64), np.array([chunk.end - chunk.begin], np.uint64)
             with contextlib.closing(self._write(chunk, Pieces(*whole), MemoryKind.DRAM.value, 0)) as looks:
                 for _ in looks:
                     self._read_ahead(rows, _MAX_AHEAD)
                     yield
-                    time.sleep(_POLL_S)
+                    time.sleep(_STAGED_POLL_S)
         finally:
             self._give(piece)
 

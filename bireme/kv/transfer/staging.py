@@ -2,7 +2,7 @@
 
 Exporters write to an importer's `Staging`: its room is taken first-fit and given back once, and who waits for it waits
 in line above this. What an exporter's agent can't read where it lies it sends from a `SendRing`. Both are page-locked
-at their first use where the rows' owner copies them.
+where the rows' owner copies them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class HostArea:
         self._map = zero_pages(size)
         self.array: Bytes = np.frombuffer(self._map, np.uint8)
         self._owner = owner if isinstance(owner, StagedMemory) else None
-        self._is_locked = False
+        if self._owner is not None:
+            self._owner.page_lock(self.array)
 
     @property
     def address(self) -> int:
@@ -37,14 +38,9 @@ class HostArea:
     def num_bytes(self) -> int:
         return len(self.array)
 
-    def lock(self) -> None:
-        if self._owner is not None and not self._is_locked:
-            self._is_locked = True
-            self._owner.page_lock(self.array)
-
     def close(self) -> None:
         """Give the memory back; nothing may be registered of it, or use it, any more."""
-        if self._owner is not None and self._is_locked:
+        if self._owner is not None:
             self._owner.page_unlock(self.array)
         del self.array
         self._map.close()
@@ -69,7 +65,6 @@ class Staging(HostArea):
                 f"KV transfer of {num_bytes} bytes; decode's buffer holds {self.num_bytes}: raise"
                 " cache_transceiver_config.max_tokens_in_buffer or send a shorter prompt"
             )
-        self.lock()
         begin = 0
         for index, room in enumerate([*self._taken, range(self.num_bytes, self.num_bytes)]):
             if room.start - begin >= size:
@@ -93,7 +88,6 @@ class SendRing(HostArea):
         slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
         super().__init__(NUM_SLOTS * slot_bytes, owner)
         self._free = [self.array[begin : begin + slot_bytes] for begin in range(0, NUM_SLOTS * slot_bytes, slot_bytes)]
-        self.lock()
 
     @property
     def used_bytes(self) -> int:

@@ -20,8 +20,8 @@ def test_rows_of_a_gpu_go_through_page_locked_memory_on_both_sides(prefill, deco
     for num_tokens in (1, 100, 1000):
         fetching = decode.fetch(prefill.export(num_tokens))
         assert fetching.result() is None and fetching.is_right
-    assert prefill.pool.num_begun == decode.pool.num_begun > 100  # a chunk each
-    assert prefill.pool.num_locked == decode.pool.num_locked == 1  # the ring here, the room there
+    assert prefill.pool.num_begun == decode.pool.num_begun > 50  # a chunk each
+    assert (prefill.pool.num_locked, decode.pool.num_locked) == (2, 1)  # the ring, and the room of both
     for side in (prefill, decode):
         side.close()
         assert side.pool.num_locked == 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch import kernels
-from bireme.kv.transfer.chunks import CHUNK_BYTES
+from bireme.kv.transfer.chunks import CHUNK_BYTES, STAGED_FACTOR
 from bireme.kv.transfer.memory import Bytes, RowCopy, Rows
 from bireme.kv.transfer.row_copies import EndedCopy
 
 logger = logging.getLogger("bireme.engines.torch")
 
+_MAX_MOVERS = 64
+_NO_DEVICE = 100  # cudaErrorNoDevice
+_ALREADY_LOCKED = 712  # cudaErrorHostMemoryAlreadyRegistered: by UCX, when an agent registers it
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 MoveRows = Callable[[Rows, Rows], None]  # the rows read, the rows written
 
@@ -35,7 +38,7 @@ class RowCopies:
         self, groups: Sequence[Sequence[Tensor]], device: torch.device, uses_kernel: bool | None = None
     ) -> None:
         """`groups`: tensors (rows, size) each, in the order of RowMemory.read."""
-        self._locked: dict[int, str] = {}  # a transfer's own memory, by address: its kind
+        self._locked: dict[int, tuple[str, bool]] = {}  # a transfer's memory, by address: kind, whether locked here
         self._counting = threading.Lock()  # two threads of a transfer lock memory
         self._groups = [[tensor.view(torch.uint8) for tensor in tensors] for tensors in groups]
         self._uses_kernel = kernels.is_usable(device) if uses_kernel is None else uses_kernel
@@ -43,62 +46,61 @@ class RowCopies:
         self._host, kind = staging_memory(CHUNK_BYTES, self._stream is not None)
         self.staging_bytes = {kind: int(self._host.nbytes)}  # by kind, pinned and pageable: a transfer's own as well
         self.on_change: Callable[[], None] = lambda: None  # of that
-        self._staged = self._host if self._stream is None else torch.empty_like(self._host, device=device)
+        self._staged = None  # the device is this
+        if self._stream is not None:
+            self._staged = torch.empty(STAGED_FACTOR * CHUNK_BYTES, dtype=torch.uint8, device=device)
+        self._movers: dict[tuple[int, int, bool], MoveRows] = {}  # their tables of addresses take time to make
         if self._uses_kernel:  # compile it now, not in the first transfer
             for group in range(len(groups)):
                 self.read(group, np.zeros(1, np.int64), None)
 
     def read(self, group: int, rows: Rows, ready: Any) -> memoryview:
         """Return the rows' bytes, tensor by tensor; valid until the next call."""
-        staged, host = self._rooms(group, len(rows))
-        with self._after(ready):
-            parts = self._parts(group, staged)
-            move_rows(self._groups[group], parts, rows, np.arange(len(rows)), self._uses_kernel)
-            if staged is not host:
-                host.copy_(staged, non_blocking=True)
-        return memoryview(host.numpy())
+        host = self._host_room(group, len(rows)).numpy()
+        self.begin_read(group, rows, host, ready).wait()
+        return memoryview(host)
 
     def room(self, group: int, num_rows: int) -> memoryview:
         """Return where bytes for `write` lie best; valid until then."""
-        return memoryview(self._rooms(group, num_rows)[1].numpy())
+        return memoryview(self._host_room(group, num_rows).numpy())
 
     def write(self, group: int, rows: Rows, data: memoryview, ready: Any) -> None:
         """Copy `data`, in the order of `read`, into rows."""
-        staged, host = self._rooms(group, len(rows))
-        source = np.frombuffer(data, np.uint8)
-        if source.ctypes.data != host.data_ptr():
-            np.copyto(host.numpy(), source)
-        with self._after(ready):
-            if staged is not host:
-                staged.copy_(host, non_blocking=True)
-            parts = self._parts(group, staged)
-            move_rows(parts, self._groups[group], np.arange(len(rows)), rows, self._uses_kernel)
+        host, source = self._host_room(group, len(rows)).numpy(), np.frombuffer(data, np.uint8)
+        if source.ctypes.data != host.ctypes.data:
+            np.copyto(host, source)
+        self.begin_write(group, rows, host, ready).wait()
 
     def begin_read(self, group: int, rows: Rows, target: Bytes, ready: Any) -> RowCopy:
         """Begin to copy the rows' bytes, tensor by tensor."""
-        staged, host = self._rooms(group, len(rows))[0], torch.from_numpy(target)
+        host = torch.from_numpy(target)
         with self._behind(ready):
-            move_rows(self._groups[group], self._parts(group, staged), rows, np.arange(len(rows)), self._uses_kernel)
-            host.copy_(staged, non_blocking=True)
+            staged = self._device_room(host)
+            self._move(group, rows, staged, is_read=True)
+            if staged is not host:
+                host.copy_(staged, non_blocking=True)
             return self._mark()
 
     def begin_write(self, group: int, rows: Rows, source: Bytes, ready: Any) -> RowCopy:
         """Begin to copy `source`, in the order of `read`, into rows."""
-        staged, host = self._rooms(group, len(rows))[0], torch.from_numpy(source)
+        host = torch.from_numpy(source)
         with self._behind(ready):
-            staged.copy_(host, non_blocking=True)
-            move_rows(self._parts(group, staged), self._groups[group], np.arange(len(rows)), rows, self._uses_kernel)
+            staged = self._device_room(host)
+            if staged is not host:
+                staged.copy_(host, non_blocking=True)
+            self._move(group, rows, staged, is_read=False)
             return self._mark()
 
     def page_lock(self, memory: Bytes) -> None:
         """Lock memory of a transfer's own in its pages, where that can be done; count it in any case."""
-        began, error = time.perf_counter(), self._lock(memory)
-        kind = "pageable" if error else "pinned"
+        began, code = time.perf_counter(), self._lock(memory)
+        kind = "pinned" if code in (0, _ALREADY_LOCKED) else "pageable"
         with self._counting:
-            self._locked[memory.ctypes.data] = kind
+            self._locked[memory.ctypes.data] = kind, code == 0
             self.staging_bytes[kind] = self.staging_bytes.get(kind, 0) + memory.nbytes
-        if error:
-            logger.warning("staging event=pageable bytes=%d reason=%s: transfers are slower", memory.nbytes, error)
+        if kind == "pageable":
+            reason = f"cudaHostRegister: error {code}"
+            logger.warning("staging event=pageable bytes=%d reason=%s: transfers are slower", memory.nbytes, reason)
         else:
             took_ms = 1e3 * (time.perf_counter() - began)
             logger.info("staging event=page_locked bytes=%d took_ms=%.0f", memory.nbytes, took_ms)
@@ -106,27 +108,43 @@ class RowCopies:
 
     def page_unlock(self, memory: Bytes) -> None:
         with self._counting:
-            kind = self._locked.pop(memory.ctypes.data)
+            kind, is_own = self._locked.pop(memory.ctypes.data)
             self.staging_bytes[kind] -= memory.nbytes
-        if kind == "pinned":
+        if is_own:
             torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
         self.on_change()
 
-    def _lock(self, memory: Bytes) -> str:
-        """Return why it could not be done, or an empty text."""
+    def _lock(self, memory: Bytes) -> int:
+        """Return the error's code; 0: none."""
         if self._stream is None:
-            return "there is no GPU"
+            return _NO_DEVICE
         with torch.cuda.device(self._stream.device):
-            code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
-        return "" if int(code) == 0 else f"cudaHostRegister: {code}"
+            return int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
 
-    def _rooms(self, group: int, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return memory of the device and of the host for as many rows; more than a chunk has none that is kept."""
+    def _host_room(self, group: int, num_rows: int) -> Tensor:
+        """Return host memory for as many rows; more than a chunk has none that is kept."""
         size = num_rows * sum(tensor.shape[1] for tensor in self._groups[group])
-        if size <= self._host.nbytes:
-            return self._staged[:size], self._host[:size]
-        host = torch.empty(size, dtype=torch.uint8)
-        return (host if self._stream is None else torch.empty_like(host, device=self._staged.device)), host
+        return self._host[:size] if size <= self._host.nbytes else torch.empty(size, dtype=torch.uint8)
+
+    def _device_room(self, host: Tensor) -> Tensor:
+        """Return as much memory of the device; what is not kept is the copies' stream's, and so free after them."""
+        if self._staged is None:
+            return host
+        return self._staged[: len(host)] if len(host) <= len(self._staged) else torch.empty_like(host, device="cuda")
+
+    def _move(self, group: int, rows: Rows, staged: Tensor, *, is_read: bool) -> None:
+        """Copy rows to or from memory in which they follow each other, tensor by tensor."""
+        key = group, len(rows), is_read
+        mover = self._movers.get(key)
+        if mover is None:
+            sides = self._groups[group], self._parts(group, staged)
+            mover = row_mover(*(sides if is_read else sides[::-1]), self._uses_kernel)
+            if self._staged is not None and len(staged) <= len(self._staged):  # it lies there the next time as well
+                if len(self._movers) >= _MAX_MOVERS:
+                    del self._movers[next(iter(self._movers))]
+                self._movers[key] = mover
+        order = np.arange(len(rows))
+        mover(*((rows, order) if is_read else (order, rows)))
 
     def _parts(self, group: int, data: Tensor) -> list[Tensor]:
         """Return each tensor's part of a chunk, (rows, size)."""
@@ -150,14 +168,6 @@ class RowCopies:
         done = torch.cuda.Event(blocking=True)
         done.record(self._stream)
         return _Marked(done)
-
-    @contextmanager
-    def _after(self, ready: Any) -> Iterator[None]:
-        """Queue on the copies' stream what follows `ready`; wait for it on this thread, without spinning."""
-        with self._behind(ready):
-            yield
-            done = self._mark()
-        done.wait()
 
 
 class _Marked:
