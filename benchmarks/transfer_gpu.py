@@ -296,15 +296,17 @@ class Engines:
         self._decode = EngineEnd(str(folder), "decode", self._transfer, options)
 
     def figures(self) -> dict[str, float]:
-        rounds = [self._round() for _ in range(self._options.rounds + 1)][1:]
-        found = {f"{name}, ms": float(np.median([one[name] for one in rounds])) for name in rounds[0]}
+        rounds = [self.round() for _ in range(self._options.rounds + 1)][1:]
+        self.close()
+        return {f"{name}, ms": float(np.median([one[name] for one in rounds])) for name in rounds[0]}
+
+    def close(self) -> None:
         self._pipe.send(None)
         self._child.join(60)
         self._decode.engine.stop()
         self._transfer.close()
-        return found
 
-    def _round(self) -> dict[str, float]:
+    def round(self) -> dict[str, float]:
         alone = self._asked()
         began = time.perf_counter()
         self._decode.ask(alone)

@@ -32,6 +32,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "benchmarks/transfer.py": ("--quick",),
     "benchmarks/transfer_gpu.py": ("--quick", "--engine", "none"),
+    "benchmarks/fabric_gpu.py": ("--quick", "--engine", "none"),
     "benchmarks/frontend.py": (
         *("--contenders", "bireme", "--modes", "fast", "--streams", "2", "--repeat", "1"),
         *("--seconds", "1", "--warmup-s", "0.5", "--port", "{port}"),
@@ -61,6 +62,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 ELSEWHERE = {  # program -> the test that runs it
     "benchmarks/instructions.py": "tests/server/test_instructions.py",
     "tools/audit.py": "tests/tools/test_audit.py",
+    "tools/check_fabric.py": "tests/tools/test_check_fabric.py",
     "tools/clients.py": "tests/tools/test_client_environments.py",
     "tools/describe_trtllm.py": "tests/tools/test_describe_trtllm.py",
     "tools/drain.py": "tests/launch/test_drain.py",

@@ -1,0 +1,1 @@
+"""What tools/check_fabric.py measures between two hosts."""
