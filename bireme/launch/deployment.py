@@ -511,11 +511,14 @@ class Deployment:
         if problems := self.threads.problems():
             report |= {"status": "not_ready", "threads": problems}
         if (view := self._view) is not None:
-            report["discovery"] = discovery = view.report()
-            is_well = discovery["current"] and not discovery["unregistered"] and not discovery["refused"]
-            if report["status"] == "ready" and not is_well:
+            report["discovery"] = view.report()
+            if report["status"] == "ready" and not _is_well(report["discovery"]):
                 report["status"] = "degraded"
         return report["status"] != "not_ready", report
+
+
+def _is_well(discovery: Mapping[str, Any]) -> bool:
+    return discovery["current"] and not discovery["unregistered"] and not discovery["refused"]
 
 
 def deployment_key(recipe: Recipe) -> str:

@@ -325,11 +325,15 @@ class SequenceRunner:
             if error is not None:
                 self._blame(error, placement, was_refused=len(self.tokens) == num_tokens)
         finally:
-            if self._lease is not None and self._lease.state is not _KvState.KEPT:
-                self._lease.release()
-                self._lease = None
+            self._let_go()
             if pictures is not None and not self._stream.finish_reason:
                 pictures.release()  # an engine that finished has fetched them all
+
+    def _let_go(self) -> None:
+        """End the lease of the attempt that is over, but one that is kept for the next."""
+        if self._lease is not None and self._lease.state is not _KvState.KEPT:
+            self._lease.release()
+            self._lease = None
 
     def _place(self) -> Placement:
         """Have the router choose. Raises what it refuses."""
