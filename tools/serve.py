@@ -77,6 +77,9 @@ def launch(options: argparse.Namespace, console: Console) -> int:
             run_folder.remove()
         return report(console, error, WRONG)
 
+    if options.check:
+        return check(deployment, console, options.api_keys)
+
     def dump_config(state: State) -> None:
         if config_file is not None:
             try:
@@ -85,6 +88,22 @@ def launch(options: argparse.Namespace, console: Console) -> int:
                 console.event("config_not_dumped", "warning", path=options.dump_config_to, reason=error)
 
     return serve(deployment, console, dump_config)
+
+
+def check(deployment: Deployment, console: Console, api_keys: str | None = None) -> int:
+    """Say what recipe, options, keys or this machine lack, and start nothing; return the exit code."""
+    try:
+        deployment.check()
+        if api_keys:
+            from bireme.openai.keys import read_keys
+
+            read_keys(Path(api_keys))
+    except ConfigError as error:
+        return report(console, error, WRONG)
+    finally:
+        deployment.run_folder.remove()
+    console.event("checked", recipe=deployment.settings.recipe.name)
+    return STOPPED
 
 
 def serve(deployment: Deployment, console: Console, dump_config: Callable[[State], None] = lambda state: None) -> int:
@@ -179,6 +198,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     parser.add_argument("--json-logs", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--check", action="store_true", help="say what recipe, options or this machine lack, and start nothing"
+    )
     parser.add_argument("--triton-arg", action="append", default=[], metavar="FLAG", help="one more flag; may repeat")
     parser.add_argument(
         OPTION, metavar="FILE", help="write all that is effective, and what set it, into this file: .json, .yaml, .yml"

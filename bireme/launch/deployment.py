@@ -151,13 +151,17 @@ class Deployment:
         assert self._health is not None, "the deployment was not started"
         return self._health.port
 
+    def check(self) -> Installation:
+        """Look at all that a start needs of this machine. Raises PreflightError."""
+        return check_all(self.settings.recipe, self._listeners(), self._num_stubs, self.run_folder.path)
+
     def start(self) -> None:
         """Check, start the server, load. Raises PreflightError, ServerStartError.
 
         A server that a signal kills meanwhile is started again: 2.51 sometimes aborts in a load.
         """
         settings = self.settings
-        self._installation = check_all(settings.recipe, self._listeners(), self._num_stubs, self.run_folder.path)
+        self._installation = self.check()
         if reason := unkept_code(settings.recipe):
             self._console.event("compiled_code_not_kept", "warning", reason=reason)
         self.run_folder.remember()

@@ -7,10 +7,13 @@ import stat
 import pytest
 
 from bireme.errors import ConfigError
+from bireme.launch import free_port
 from bireme.launch.deployment import advertised_address, deployment_key
 from bireme.launch.run_folder import RunFolder, default_base
 from bireme.recipe_files import load_recipe
 from tools import serve
+
+PORTS = ("http", "grpc", "metrics", "health", "openai")
 
 
 def test_a_recipe_and_a_model_together_are_refused(capsys):
@@ -49,6 +52,23 @@ def test_client_shared_memory_is_off_unless_asked_for(tmp_path):
         serve.settings_of(serve.parse(["recipes/mocker", *more]), tmp_path) for more in ([], ["--allow-client-shm"])
     ]
     assert [one.allow_client_shm for one in settings] == [False, True]
+
+
+def test_a_check_says_all_that_is_missing_and_starts_nothing(tmp_path, capsys):
+    before = own_folders()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main(["recipes/mocker", "--check", "--http-port", str(port), "--openai-port", "0"]) == serve.WRONG
+    assert f"port {port} of 127.0.0.1 is taken" in capsys.readouterr().err and own_folders() == before
+
+
+def test_a_check_reads_the_key_file(tmp_path, capsys):
+    ports = [word for name in PORTS for word in (f"--{name}-port", str(free_port()))]
+    (tmp_path / "keys.yaml").write_text("keys: []")
+    wrong = ["--api-keys", str(tmp_path / "keys.yaml")]
+    assert serve.main(["recipes/mocker", "--check", *ports]) == 0
+    assert serve.main(["recipes/mocker", "--check", *ports, *wrong]) == serve.WRONG
+    assert "keys.yaml" in capsys.readouterr().err
 
 
 def test_an_unknown_recipe_ends_with_code_2_and_names_the_nearest(capsys):

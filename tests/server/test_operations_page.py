@@ -30,6 +30,7 @@ COMMANDS = {block.partition("\n")[0]: block for kind, block in BLOCKS if not kin
 PORTS = {"8000": "http", "8001": "grpc", "8002": "metrics", "8003": "health", "8004": "admin", "9000": "openai"}
 START = "python tools/serve.py served --admin-port 8004 --admin-key-file admin.key --api-keys keys.yaml"
 FIRST = ("mkdir -p served/log", "(umask 077 && openssl rand -hex 32 > admin.key)", START)
+CHECKED = START.replace("served", "served --check")
 ASKED = "curl -s http://127.0.0.1:8003/health/ready"
 FOUND_BY = "export BIREME_ADMIN=http://127.0.0.1:8004 BIREME_ADMIN_KEY=$(cat admin.key)"
 LIMIT_S = 300
@@ -71,9 +72,13 @@ class Launch:
     def own_ports(self, text):
         return re.sub(rf"(?<=[: ])({'|'.join(PORTS)})\b", lambda found: self.ports[found[1]], text)
 
-    def start(self, block):
+    def served(self, block):
+        """Return the command with ports of its own for what it leaves out."""
         ports = [f"--{name}-port {self.ports[number]}" for number, name in PORTS.items() if name != "admin"]
-        command = f"exec {self.own_ports(block).strip()} {' '.join(ports)} --canary-interval 0"
+        return f"{self.own_ports(block).strip()} {' '.join(ports)}"
+
+    def start(self, block):
+        command = f"exec {self.served(block)} --canary-interval 0"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 ["bash", "-c", command], cwd=self.folder, env=self.environment, stdout=log, stderr=log
@@ -117,6 +122,8 @@ def launch(tmp_path_factory, sample_model):
         checked, keys = launch.run(COMMANDS[FIRST[0]]), launch.run(COMMANDS[FIRST[1]])
         assert checked.returncode == keys.returncode == 0, checked.stdout + keys.stdout
         assert "served/recipe.yaml: " not in checked.stdout
+        machine = launch.run(launch.served(COMMANDS[CHECKED]))
+        assert machine.returncode == 0 and "checked recipe=served" in machine.stdout, machine.stdout
         launch.environment["KEY"] = key_in(keys.stdout)
         launch.start(COMMANDS[START])
         launch.run(COMMANDS[ASKED])
@@ -228,7 +235,7 @@ def own_traffic(done, launch):
 
 
 def test_every_block_is_run_here_or_by_the_test_that_is_named():
-    known = [*FIRST, *CHECKS]
+    known = [*FIRST, CHECKED, *CHECKS]
     assert [line for line in COMMANDS if line not in known] == [], "say here what it must say, or there who runs it"
     assert [line for line in known if line not in COMMANDS] == [], "it is not in the page any more"
     assert len(COMMANDS) == sum(not kind for kind, _ in BLOCKS), "two blocks begin alike"
