@@ -32,6 +32,7 @@ class RoutingChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_worker: str = ""
     prefill_dp_rank: int | None = None
     decode_dp_rank: int | None = None
+    generation: int | None = None  # begins there where it can, whatever the weights say
     query_only: bool = False  # answer with the placement, and compute nothing
 
 

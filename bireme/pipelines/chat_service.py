@@ -150,7 +150,7 @@ class ChatService:
         deadline = self.services.deadline(arrived_at)
         return RequestPictures(
             self.services, self._picture_model, request.pictures, deadline, request.options.cache_salt,
-            request.options.session_id,
+            request.options.session_id, request.options.routing.generation,
         )  # fmt: skip
 
     def _sequence_requests(

@@ -50,10 +50,12 @@ class RequestPictures:
 
     def __init__(
         self, services: Services, model: PictureModel, sources: Sequence[PictureSource], deadline: float = 0.0,
-        cache_salt: str = "", session_id: str = "",
+        cache_salt: str = "", session_id: str = "", generation: int | None = None,
     ) -> None:  # fmt: skip
-        """`deadline`: time.monotonic(); 0: none. `cache_salt`: the request's, which tells a canary."""
-        self.generation = services.router.choose_generation(session_id)  # that encodes them; None: there is only one
+        """`deadline`: time.monotonic(); 0: none. `cache_salt`: the request's, which tells a canary. `generation`: as it
+        asks for; None: by weight.
+        """
+        self.generation = services.router.choose_generation(session_id, generation)  # that encodes; None: only one is
         self._services, self._model, self._deadline = services, model, deadline
         self._canary = cache_salt if is_canary(cache_salt) else ""
         self._sources = tuple(sources)

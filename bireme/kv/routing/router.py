@@ -454,15 +454,18 @@ class WorkerRouter:
         if generations is None:
             return allowed
         present = set(generations[allowed].tolist())
+        wanted = request.options.routing.generation if wanted is None else wanted
         if wanted not in present:
             weights = {generation: weight for generation, weight in stage.weights.items() if generation in present}
             wanted = choose(weights, request.options.session_id, self._draw)
         mask: Mask = allowed & (generations == wanted)
         return mask
 
-    def choose_generation(self, session_id: str) -> int | None:
+    def choose_generation(self, session_id: str, wanted: int | None = None) -> int | None:
         """Return where a request is to begin that other stages see before decode; None: there is only one."""
         decode = self._stages["decode"]
+        if wanted in decode.weights:
+            return wanted
         return choose(decode.weights, session_id, self._draw) if decode.generations is not None else None
 
     def _reach(self, name: str, other: WorkerRecord) -> Mask:

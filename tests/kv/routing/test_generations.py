@@ -124,6 +124,14 @@ def test_one_generation_alone_makes_no_choice():
     assert bench_of(of(0), of(1, weight=1.0)).router.choose_generation("") == 1
 
 
+def test_a_request_begins_at_the_generation_that_it_asks_for_whatever_the_weights_where_it_is_there():
+    bench, only = bench_of(of(0), of(1, weight=0.0)), bench_of(of(0))
+    assert {bench.place(routing=RoutingChoice(generation=wanted)).generation for wanted in (1, 1, 1, 1)} == {1}
+    assert bench.place(routing=RoutingChoice(generation=7)).generation == 0
+    assert only.place(routing=RoutingChoice(generation=1)).decode == "decode@a:1"
+    assert [bench.router.choose_generation("", wanted) for wanted in (1, 7, None)] == [1, 0, 0]
+
+
 def test_a_worker_that_a_request_names_serves_it_whatever_its_weight():
     bench = bench_of(of(0), of(1, weight=0.0))
     assert bench.place(routing=RoutingChoice(decode_worker="decode@b:1")).generation == 1
