@@ -78,8 +78,7 @@ def clear(folder: Path) -> None:
 
 def summary(folder: Path, settings: MirrorSettings) -> dict[str, Any]:
     """Return what all processes together have found in a comparison."""
-    found = [report for path in sorted(folder.glob(_FILES)) if (report := _read(path)) is not None]
-    reports = [report for report in found if report.run == settings.run]
+    reports = _reports(folder, settings.run)
     outcomes = _added(report.outcomes for report in reports)
     examples = [one for report in reports for one in report.examples][:MAX_EXAMPLES]
     return {
@@ -87,11 +86,20 @@ def summary(folder: Path, settings: MirrorSettings) -> dict[str, Any]:
         "share": settings.share,
         "compared": outcomes["same"] + outcomes["different"],
         **{name: outcomes[name] for name in Outcome.__args__},  # type: ignore[attr-defined]
-        "statuses": {side: dict(_added(one.statuses.get(side, {}) for one in reports)) for side in ("old", "new")},
+        "statuses": {"old": _statuses(reports, "old"), "new": _statuses(reports, "new")},
         "ttft_ms": _percentiles([report.ttft for report in reports]),
         "latency_ms": _percentiles([report.latency for report in reports]),
         "examples": msgspec.to_builtins(examples),
     }
+
+
+def _reports(folder: Path, run: str) -> list[MirrorReport]:
+    found = map(_read, sorted(folder.glob(_FILES)))
+    return [report for report in found if report is not None and report.run == run]
+
+
+def _statuses(reports: Sequence[MirrorReport], side: Side) -> dict[str, int]:
+    return _added(report.statuses.get(side, {}) for report in reports)
 
 
 def _read(path: Path) -> MirrorReport | None:

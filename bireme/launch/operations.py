@@ -139,7 +139,9 @@ class Operations:
         """
         settings = None
         if url is not None:
-            _check_mirror(url, key_file)
+            _check_url(url)
+            if key_file:
+                _check_key_file(key_file)
             run = secrets.token_hex(8)
             settings = MirrorSettings(url=url, share=share, key_file=key_file, generation=generation, run=run)
         self._write(mirror=settings)
@@ -234,26 +236,28 @@ class Operations:
         self._console.event("operator_asked", what=what, value=value)
 
 
-def _check_mirror(url: str, key_file: str) -> None:
+def _check_url(url: str) -> None:
     """Raises RequestError."""
     try:
         parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port
+        is_address = bool(parts.hostname and parts.port) and parts.scheme in ("http", "https")
+        has_more = bool(parts.path.strip("/") or parts.query or parts.fragment) or "@" in parts.netloc
     except ValueError:
-        is_address = False
-    if not is_address or parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
+        is_address = has_more = False
+    if not is_address or has_more:
         raise RequestError(
             f"url: {url[:100]!r}; send http://host:port or https://host:port of the other launch's frontend"
         )
-    if key_file:
-        try:
-            key = Path(key_file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"key_file: {key_file[:200]} can't be read on this host ({error})") from error
-        if not key.isascii() or len(key.split()) != 1:
-            raise RequestError(
-                f"key_file: {key_file[:200]}: one line with an API key of the other launch belongs there"
-            )
+
+
+def _check_key_file(name: str) -> None:
+    """Raises RequestError."""
+    try:
+        key = Path(name).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"key_file: {name[:200]} can't be read on this host ({error})") from error
+    if not key.isascii() or len(key.split()) != 1:
+        raise RequestError(f"key_file: {name[:200]}: one line with an API key of the other launch belongs there")
 
 
 class _Figures:

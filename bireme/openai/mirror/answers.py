@@ -135,11 +135,15 @@ def _take_response(said: Said, document: Mapping[str, Any]) -> None:
         said.error = _error(document["error"])
     said.add("status", document.get("status"))
     for at, item in enumerate(document.get("output", ())):
-        for name in ("type", "name", "arguments"):
-            said.add(f"output[{at}].{name}", item.get(name))
-        for kind in ("content", "summary"):
-            for part in item.get(kind) or ():
-                said.add(f"output[{at}].{kind}", part.get("text") or part.get("refusal"))
+        _add_item(said, f"output[{at}]", item)
+
+
+def _add_item(said: Said, place: str, item: Mapping[str, Any]) -> None:
+    for name in ("type", "name", "arguments"):
+        said.add(f"{place}.{name}", item.get(name))
+    for kind in ("content", "summary"):
+        for part in item.get(kind) or ():
+            said.add(f"{place}.{kind}", part.get("text") or part.get("refusal"))
 
 
 def _error(error: Any) -> str:

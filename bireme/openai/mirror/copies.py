@@ -66,34 +66,35 @@ class CopySender:
     """`send` on any thread; `close` ends all that are on their way."""
 
     def __init__(self) -> None:
-        self._connections: set[http.client.HTTPConnection] = set()
+        self._sockets: set[socket.socket] = set()
         self._is_closed = False
 
     def send(self, copy: Copy, settings: MirrorSettings, limit_s: float) -> Copied:
         """Raises CopyFailedError."""
         deadline = time.monotonic() + limit_s
-        connection = _connection(settings.url)
-        self._connections.add(connection)
+        connection, open_socket = _connection(settings.url), None
         try:
             connection.connect()
+            open_socket = connection.sock  # which the connection forgets before its answer ends
+            self._sockets.add(open_socket)
             if self._is_closed:
                 raise CopyFailedError("this launch ends")
             began_at = time.monotonic()
             connection.request("POST", copy.path, copy.body, _headers(copy, settings))
-            return _read(connection, copy, began_at, deadline)
+            return _read(connection, open_socket, copy, began_at, deadline)
         except TimeoutError:
             raise CopyFailedError(f"it did not answer within {limit_s:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise CopyFailedError(f"it can't be reached, or hung up ({type(error).__name__})") from None
         finally:
-            self._connections.discard(connection)
+            if open_socket is not None:
+                self._sockets.discard(open_socket)
             connection.close()
 
     def close(self) -> None:
         self._is_closed = True
-        for connection in list(self._connections):
-            if (open_socket := connection.sock) is not None:
-                _shut(open_socket)
+        for open_socket in list(self._sockets):
+            _shut(open_socket)
 
 
 def _shut(open_socket: socket.socket) -> None:
@@ -118,14 +119,14 @@ def _headers(copy: Copy, settings: MirrorSettings) -> dict[str, str]:
     return headers
 
 
-def _read(connection: http.client.HTTPConnection, copy: Copy, began_at: float, deadline: float) -> Copied:
-    _wait_until(connection, deadline)
+def _read(
+    connection: http.client.HTTPConnection, open_socket: socket.socket, copy: Copy, began_at: float, deadline: float
+) -> Copied:
+    _wait_until(open_socket, deadline)
     response = connection.getresponse()
-    open_socket = connection.sock
     body, first_s = bytearray(), 0.0
     while True:
-        if open_socket is not None and connection.sock is not None:
-            _wait_until(connection, deadline)
+        _wait_until(open_socket, deadline)
         data = response.read1(_CHUNK_BYTES)
         now = time.monotonic()
         if not data:
@@ -139,9 +140,8 @@ def _read(connection: http.client.HTTPConnection, copy: Copy, began_at: float, d
             raise CopyFailedError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
 
 
-def _wait_until(connection: http.client.HTTPConnection, deadline: float) -> None:
+def _wait_until(open_socket: socket.socket, deadline: float) -> None:
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
-    assert connection.sock is not None
-    connection.sock.settimeout(left_s)
+    open_socket.settimeout(left_s)
