@@ -174,12 +174,9 @@ class EndpointSlices:
         """A pod is in the slices of both families, and for a moment in two of one, when it moves."""
         pods: dict[str, Pod] = {}
         for one in sorted(self._slices.values(), key=lambda found: (found.addressType, found.metadata.name)):
-            port = next((port.port for port in one.ports or () if port.name == PORT_NAME), None)
-            for endpoint in one.endpoints or () if port and one.addressType != "FQDN" else ():
-                address, target = endpoint.addresses[0], endpoint.targetRef
-                name = (target.uid or target.name) if target is not None else address
-                known = pods[name].addresses if name in pods else ()
-                pods[name] = Pod(name, tuple(dict.fromkeys((*known, address))), port or 0)
+            for pod in _pods_of(one):
+                known = pods.get(pod.name, pod).addresses
+                pods[pod.name] = Pod(pod.name, tuple(dict.fromkeys((*known, *pod.addresses))), pod.port)
         return pods
 
     @contextlib.contextmanager
@@ -235,6 +232,15 @@ class EndpointSlices:
                 f"discovery.service_account: {self._account / name} can't be read ({error}); give the pod a service"
                 " account, and automountServiceAccountToken: true"
             ) from error
+
+
+def _pods_of(one: _Slice) -> Iterator[Pod]:
+    port = next((port.port for port in one.ports or () if port.name == PORT_NAME), None)
+    if port is None or one.addressType == "FQDN":
+        return
+    for endpoint in one.endpoints or ():
+        address, target = endpoint.addresses[0], endpoint.targetRef
+        yield Pod((target.uid or target.name) if target is not None else address, (address,), port)
 
 
 def _keep_alive(connection: socket.socket) -> None:

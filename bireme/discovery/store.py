@@ -100,6 +100,10 @@ def parse_address(text: str) -> dict[str, Any]:
         raise ConfigError(
             f"--discovery: {text}; give an absolute folder, etcd://host:2379, etcds://host:2379 or kubernetes://SERVICE"
         )
+    return _etcd_block(text, scheme, location)
+
+
+def _etcd_block(text: str, scheme: str, location: str) -> dict[str, Any]:
     hosts, _, prefix = location.partition("/")
     protocol = "https" if scheme == "etcds" else "http"
     endpoints = [f"{protocol}://{host if ':' in host else f'{host}:2379'}" for host in hosts.split(",") if host]
