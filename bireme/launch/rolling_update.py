@@ -44,7 +44,7 @@ class DoorCalls(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """How much is asked of the new generation, and how long one waits."""
+    """What is asked of the new generation."""
 
     mirror_url: str = ""  # the new launch's frontend; "": nothing is compared
     mirror_key_file: str = ""
@@ -124,7 +124,7 @@ class RollingUpdate:
             time.sleep(_LOOK_S)
 
     def _has_weights(self) -> bool:
-        """Whether the old launch's routers know the new one's workers, and prefer its generation."""
+        """Whether the old launch's routers know the new one's workers."""
         old, new = self._old.status(), self._new.status()
         return new["generation"] > old["generation"] and str(new["generation"]) in old["elsewhere"]
 
@@ -157,7 +157,7 @@ class RollingUpdate:
             self._watch(self._plan.pause_s)
 
     def _watch(self, seconds: float) -> None:
-        """Raises NotTakenError once the new generation does worse than it may."""
+        """Raises NotTakenError."""
         until = time.monotonic() + seconds
         while True:
             self._look()
@@ -234,7 +234,7 @@ def _compared(found: Mapping[str, Any]) -> str:
 
 
 def _not_ready(status: Mapping[str, Any]) -> str:
-    """Return what is missing; "": nothing."""
+    """Return what is missing."""
     missing = [f"{name}: {one['state']}" for name, one in status["workers"].items() if one["state"] != "ready"]
     if missing or not status["workers"]:
         return ", ".join(missing) or "it has no workers yet"

@@ -33,6 +33,7 @@ class Generation:
     revision: int  # its vocabulary: it decides the answers
     checkout: Path = CHECKOUT
     has_door: bool = True
+    number: int = 0  # its generation, where several share a discovery (`folder`/shared)
     ports: dict[str, int] = field(
         default_factory=lambda: {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai", "admin")}
     )
@@ -51,7 +52,9 @@ class Generation:
         door = [f"--admin-key-file={self.folder / 'key'}"] if self.has_door else []
         serve = [sys.executable, str(self.checkout / "tools" / "serve.py"), "recipes/mocker"]
         revision = f"workers.decode.engine_config.mocker.vocab_size={self.revision}"
-        return [*serve, *ports, *door, "--set", revision, "--canary-interval=0"]
+        shared = [f"--discovery={self.folder / 'shared'}", f"--generation={self.number}", "--weight=0"]
+        words = [*serve, *ports, *door, "--set", revision, "--canary-interval=0"]
+        return words + shared if self.number else words
 
     def start(self) -> subprocess.Popen[bytes]:
         """Return once its frontend answers."""
@@ -128,6 +131,17 @@ class Clients:
             self.served[entry.ports["openai"]] += 1
             if answer not in self._known[prompt]:
                 self.problems.append(f"{entry.ports['openai']}: {prompt}: {answer!r}")
+
+
+def before_the_door(folder: Path) -> Path:
+    """Return a checkout of the last version without an admin door."""
+    log = ["git", "log", "--format=%H", "--diff-filter=A", "--", "bireme/launch/admin_door.py"]
+    first = subprocess.run(log, capture_output=True, text=True, check=True, cwd=CHECKOUT).stdout.split()[-1]
+    archive = subprocess.run(["git", "archive", f"{first}^"], capture_output=True, check=True, cwd=CHECKOUT).stdout
+    folder.mkdir()
+    subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+    (folder / "models" / "tiny-llama").symlink_to(CHECKOUT / "models" / "tiny-llama")
+    return folder
 
 
 def update(old: Generation, new: Generation, *arguments: str) -> tuple[int, dict[str, Any], str]:

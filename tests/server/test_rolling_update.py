@@ -1,16 +1,18 @@
 """tools/update.py, under load: a generation takes another one's place, or is found not to be fit for it."""
 
+import contextlib
 import os
+import secrets
 import shlex
 import signal
 
 import pytest
 
-from tests.server.rolling_turns import KEY, PROMPTS, Clients, Generation, update, wait_for
+from tests.server.rolling_turns import KEY, PROMPTS, Clients, Generation, before_the_door, update, wait_for
 
 pytestmark = pytest.mark.server
 QUICK = ("--mirror", "1", "--min-compared", "20", "--pause", "1", "--max-ttft-ratio", "100")
-REVISION, OTHER = 30000, 20000
+REVISION, OTHER, NUM_TURNS = 30000, 20000, int(os.environ.get("TURNS", "20"))
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +69,77 @@ def test_one_that_answers_the_same_takes_the_place_and_back_brings_the_old_one_a
         finally:
             os.kill(result["pid"], signal.SIGTERM)
     assert clients.problems == [] and clients.served.keys() == {old.ports["openai"], new.ports["openai"]}
+
+
+@pytest.mark.soak
+def test_launches_that_share_a_discovery_hand_over_by_weights(sample_model, tmp_path, monkeypatch):
+    sample_model("llama")
+    (tmp_path / "key").write_text(KEY)
+    monkeypatch.setenv("BIREME_KEY", secrets.token_hex(32))
+    old, new = (Generation(tmp_path, REVISION, number=number) for number in (1, 2))
+    process = old.start()
+    pids = [process.pid]
+    try:
+        known = {prompt: {old.ask(prompt)} for prompt in PROMPTS}
+        with Clients([old, new], known) as clients:
+            code, result, told = update(old, new, *started(new), *QUICK)
+            assert code == 0, told + new.log.read_text()
+            pids.append(result["pid"])
+            assert result["by"] == "weights" and result["compared"]["same"] >= 20
+            end(process.pid)
+            wait_for(lambda: not old.is_ready())
+        assert clients.problems == [] and clients.served.keys() == {old.ports["openai"], new.ports["openai"]}
+    finally:
+        for pid in pids:
+            end(pid)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_turns_over_two_servers_with_changing_versions_and_revisions_lose_nothing(sample_model, tmp_path):
+    """Each fourth launch is of the last version without an admin door; revisions change with every second turn."""
+    sample_model("llama")
+    (tmp_path / "key").write_text(KEY)
+    before, known = before_the_door(tmp_path / "before"), {prompt: set() for prompt in PROMPTS}
+    for revision in (OTHER, REVISION):
+        now = Generation(tmp_path, revision, before, has_door=False)
+        process = now.start()
+        for prompt in PROMPTS:
+            known[prompt].add(now.ask(prompt))
+        if revision == OTHER:
+            end(process.pid)
+    pid = process.pid
+    try:
+        with Clients([now], known) as clients:
+            for turn in range(1, NUM_TURNS + 1):
+                is_before, revision = turn % 4 == 0, (REVISION, OTHER)[turn // 2 % 2]
+                newer = Generation(tmp_path, revision, *((before, False) if is_before else ()))
+                clients.entries.append(newer)
+                pid_before, pid = pid, change_places(now, newer)
+                end(pid_before)
+                wait_for(lambda now=now: not now.is_ready())
+                clients.entries.remove(now)
+                now = newer
+                assert clients.problems == [], turn
+        assert len(clients.served) == NUM_TURNS + 1
+    finally:
+        end(pid)
+
+
+def change_places(now, newer):
+    """Return the process of the newer one, which serves; nothing goes to the other one any more."""
+    if now.has_door and newer.has_door:
+        allowed = ("--max-different", "1") if newer.revision != now.revision else ()
+        code, result, told = update(now, newer, *started(newer), *QUICK, *allowed)
+        assert code == 0, told + newer.log.read_text()
+        return result["pid"]
+    process = newer.start()
+    if now.has_door:
+        now.door.post("/drain")
+        wait_for(lambda: now.door.status()["safe_to_delete"])
+    return process.pid
+
+
+def end(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
