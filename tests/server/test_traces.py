@@ -131,11 +131,15 @@ def check_all(servers, collector, count):
     jobs = asyncio.run(ask_many(f"http://127.0.0.1:{servers.port}", MODEL, count + count // 10, kill))
     asked = [job for job in jobs if job.trace_id in servers.log.read_text()]
     assert len(asked) >= count and not [job for job in jobs if job.status and job not in asked]
+
+    def lacking():
+        traces = collector.traces()
+        return {job.trace_id: found for job in asked if (found := missing(job, traces[job.trace_id]))}
+
     with contextlib.suppress(AssertionError):  # what is lacking is told below
-        collector.wait(lambda: all(any(map(is_root, collector.traces()[job.trace_id])) for job in asked))
+        collector.wait(lambda: not lacking())  # a batch that is sent again comes after later ones
+    assert lacking() == {}, f"{len(lacking())} of {len(asked)}: {list(lacking().items())[:5]}"
     traces = collector.traces()
-    lacking = {job.trace_id: found for job in asked if (found := missing(job, traces[job.trace_id]))}
-    assert lacking == {}, f"{len(lacking)} of {len(asked)}: {list(lacking.items())[:5]}"
     trees = [traces[job.trace_id] for job in asked]
     moved = [spans for spans in trees if sum("engine lost" in span.status.message for span in spans)]
     cancelled = [spans for spans in trees if any("CANCELLED" in span.status.message for span in spans)]
