@@ -127,7 +127,7 @@ class Operations:
         return {"busy": rules}
 
     def set_weight(self, weight: float | None) -> dict[str, Any]:
-        """Of new requests, the share that this launch's generation gets; None: as it was started with."""
+        """Its generation's share of new requests; None: as started."""
         self._write(weight=weight)
         self._tell("weight", weight)
         return {"generation": self._launch.facts.generation, "weight": self._weight}
