@@ -26,13 +26,11 @@ class TinyModel:
         """Return generate's greedy tokens."""
         from tests.engines.torch import tiny_models
 
-        found = []
-        for prompt in prompts:
-            key = (tuple(prompt), num_tokens, eos)
-            if key not in self._known:
-                self._known[key] = tiny_models.generate(self.module, prompt, num_tokens, eos)
-            found.append(self._known[key])
-        return found
+        keys = [(tuple(prompt), num_tokens, eos) for prompt in prompts]
+        if new := [key for key in dict.fromkeys(keys) if key not in self._known]:
+            answers = tiny_models.generate(self.module, [list(prompt) for prompt, *_ in new], num_tokens, eos)
+            self._known |= zip(new, answers, strict=True)
+        return [self._known[key] for key in keys]
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ def test_a_tiny_model_equals_generate(tmp_path, model_type):
     path = tiny_models.save(tmp_path, model_type, **SETTINGS[model_type])
     model = tiny_models.build(model_type, **SETTINGS[model_type])
     model.set_attn_implementation("eager")
-    expected = [tiny_models.generate(model, prompt, 24) for prompt in PROMPTS]
+    expected = tiny_models.generate(model, PROMPTS, 24)
     assert len({token for tokens in expected for token in tokens}) > 20
     with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
         assert engine.run([request(prompt, 24) for prompt in PROMPTS]) == expected

@@ -110,16 +110,18 @@ def save(folder: Path, model_type: str, **changes: Any) -> str:
     return str(folder)
 
 
-def generate(model: Any, prompt: list[int], num_tokens: int, eos: int | None = None) -> list[int]:
-    """Return what transformers' own greedy `generate` makes of it."""
-    ids = torch.tensor([prompt])
+def generate(model: Any, prompts: list[list[int]], num_tokens: int, eos: int | None = None) -> list[list[int]]:
+    """Return what transformers' own greedy `generate` makes of each: of all at once, for a tenth of the CPU."""
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    is_real = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with torch.inference_mode():
         output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            padded,
+            attention_mask=is_real,
             max_new_tokens=num_tokens,
             do_sample=False,
             eos_token_id=eos,
             pad_token_id=0,
         )
-    return output[0, len(prompt) :].tolist()
+    return [row[: row.index(eos) + 1] if eos in row else row for row in output[:, width:].tolist()]
