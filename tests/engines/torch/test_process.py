@@ -93,6 +93,20 @@ def submit(client, what):
     return sink
 
 
+class Killing(Collector):
+    """Kills the engine at its first tokens: whoever waits for them may come behind the answer's end."""
+
+    def __init__(self, pid):
+        super().__init__()
+        self.pid = pid
+
+    def push(self, *news):
+        is_first = not self.tokens
+        super().push(*news)
+        if is_first:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 def test_the_second_engine_maps_what_the_first_has_read(pair):
     prefill, decode = pair
     assert [sources(client) for client in pair] == [["checkpoint"], ["memory_service"]]
@@ -117,10 +131,8 @@ def test_a_killed_engine_serves_again_with_the_same_tokens(pair, tiny, capfd):
     _, decode = pair
     wait_for(lambda: decode.is_ready, 60)  # after a first try whose kill came behind the answer's end
     capfd.readouterr()
-    lost = submit(decode, request(PROMPTS[0], 400))
-    wait_for(lambda: lost.tokens, 60)
-    life = decode.life
-    os.kill(decode.pid, signal.SIGKILL)
+    life, lost = decode.life, Killing(decode.pid)
+    decode.submit(request(PROMPTS[0], 400), lost)
     assert lost.wait(60).error.startswith("UNAVAILABLE")
     wait_for(lambda: decode.life != life and decode.is_ready, 60)
     resumed = request(PROMPTS[0] + lost.tokens, num_resumed=len(lost.tokens), max_tokens=48)
