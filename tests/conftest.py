@@ -126,6 +126,25 @@ def pytest_runtest_teardown() -> None:
         os.environ.pop(name, None)
 
 
+def _tell_less(config: pytest.Config) -> None:
+    """A worker of pytest-xdist leaves out what nobody is shown: each message takes a fifth of a millisecond of CPU at
+    both ends, and a test has six.
+    """
+    if config.option.durations is not None or config.option.xmlpath:  # which count what sets up and tears down
+        return
+    found = (one for one in config.pluginmanager.get_plugins() if type(one).__name__ == "WorkerInteractor")
+    for interactor in found:
+        send = interactor.sendevent
+
+        def send_shown(name: str, send: Callable[..., None] = send, **about: Any) -> None:
+            report = about.get("data", {}) if name == "testreport" else {}
+            is_of_no_test = report.get("when") in ("setup", "teardown") and report["outcome"] == "passed"
+            if name != "logstart" and not is_of_no_test:
+                send(name, **about)
+
+        interactor.sendevent = send_shown
+
+
 class FailuresAtOnce:
     """Tells of a failure or a rerun when it happens: a run that is cut off has still said what failed."""
 
@@ -142,8 +161,11 @@ class FailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        _tell_less(config)
+        return
     terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None and not hasattr(config, "workerinput"):
+    if terminal is not None:
         config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
