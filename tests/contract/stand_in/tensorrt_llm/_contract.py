@@ -28,7 +28,8 @@ REQUIRED = inspect.Parameter.empty
 
 @cache
 def contract() -> dict[str, Any]:
-    tree: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    tree: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), loader)  # noqa: S506
     return tree
 
 
