@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_FIRST_POSITIONS = 512  # that rotary angles are made for at the start: those of all would be half of its CPU
 _PLAIN = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -69,12 +70,16 @@ class Llama:
         self._weights, self._eps = weights, tree["rms_norm_eps"]
         self._head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
         self._num_heads, self._head_dim = tree["num_attention_heads"], tree["head_dim"]
-        steps = torch.arange(0, self._head_dim, 2).float() / self._head_dim
-        angles = torch.outer(
-            torch.arange(tree["max_position_embeddings"]), tree["rope_parameters"]["rope_theta"] ** -steps
+        self._frequencies = tree["rope_parameters"]["rope_theta"] ** -(
+            torch.arange(0, self._head_dim, 2).float() / self._head_dim
         )
+        self._dtype = dtype
+        self._turn_up_to(_FIRST_POSITIONS)
+
+    def _turn_up_to(self, num_positions: int) -> None:
+        angles = torch.outer(torch.arange(num_positions), self._frequencies)
         angles = torch.cat((angles, angles), -1)
-        self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self._cos, self._sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
 
     def new_cache(self) -> Cache:
         return Cache()
@@ -82,7 +87,10 @@ class Llama:
     def logits(self, ids: list[int], cache: Cache, media: Any = None) -> Tensor:
         """Return (len(ids), vocabulary), and add the keys and values of `ids` to the cache."""
         held = cache.layers[0].keys.shape[2] if cache.layers else 0
-        cos, sin = self._cos[held : held + len(ids)], self._sin[held : held + len(ids)]
+        end = held + len(ids)
+        if end > len(self._cos):
+            self._turn_up_to(2 * end)
+        cos, sin = self._cos[held:end], self._sin[held:end]
         x = F.embedding(torch.tensor(ids), self._weights["model.embed_tokens.weight"])
         for layer in range(self.text_config.num_hidden_layers):
             name = f"model.layers.{layer}."
