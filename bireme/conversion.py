@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -22,7 +23,8 @@ def convert(tree: Any, kind: type[_S], where: str = "") -> _S:
         raise ConfigError(f"{where}{': ' if where else ''}{_explain(str(error), kind, tree)}") from error
 
 
-def keys_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+@functools.cache
+def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Any]:
     """Return a settings class's keys, a block's with its own keys."""
     blocks = {field.encode_name: _struct_in(field.type) for field in msgspec.structs.fields(kind)}
     return {name: keys_of(block) if block else None for name, block in blocks.items()}
