@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import gc
+import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,17 @@ if not Path("/dev/nvidiactl").exists():  # Triton's language looks at this when 
 hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("fuzz", derandomize=False, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(autouse=True)
+def settings_as_started() -> Iterator[None]:
+    """What a test has an operator change in this process does not outlive it."""
+    yield
+    live = sys.modules.get("bireme.discovery.live_settings")
+    if live is not None:
+        live._followed = live._Followed()
+    if (ours := logging.getLogger("bireme")).level != logging.NOTSET:
+        ours.setLevel(logging.NOTSET)
 
 
 # Modules that share servers, or what they have parsed, by the start of their paths: with `-n` each row runs in one

@@ -156,7 +156,8 @@ def test_while_nats_is_gone_the_last_view_of_blocks_and_load_serves(cluster, que
 
 
 STRANGERS = {
-    "model": ({"model": "other"}, "it serves other as mocker-disagg, this recipe tiny-llama"),
+    "model": ({"model": "other", "revision": ""}, "it serves other as mocker-disagg, this recipe tiny-llama"),
+    "text": ({"text_revision": "another"}, "makes other prompts than tiny-llama here"),
     "block": ({"tokens_per_block": 16}, "tokens_per_block: 16; decode workers here have 32"),
     "key": ({"key_id": "none of ours"}, "give all servers one BIREME_KEY"),
 }
