@@ -28,11 +28,12 @@ async def get(bench, path, query="", method="GET", headers=None):
 
 async def ended(bench, response_id):
     """Return a background response once it has ended."""
-    while True:
-        response = response_of((await get(bench, response_id)).data)
-        if response.status not in ("queued", "in_progress"):
-            return response
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while True:
+            response = response_of((await get(bench, response_id)).data)
+            if response.status not in ("queued", "in_progress"):
+                return response
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -240,9 +241,10 @@ def failing_at_first(ask, errors):
     return asked
 
 
-async def until_running(stored, count):
+async def until_running(bench, count):
+    """Wait for the workers: a response that can't be taken over yet is among those that run for a moment, too."""
     async with asyncio.timeout(10):
-        while len(stored._running) < count:
+        while len(bench.workers.running) < count:
             await asyncio.sleep(0.01)
 
 
@@ -252,7 +254,7 @@ async def test_what_could_not_be_taken_over_for_a_while_is_tried_again(bench, tm
     ids, other = await left_to(bench, tmp_path, 2)
     monkeypatch.setattr(other, "history", failing_at_first(other.history, [error] * 2))
     other.start()
-    await until_running(other, 2)
+    await until_running(bench, 2)
     await bench.workers.emit(4)
     assert [(await ended(bench, one)).status for one in ids] == ["incomplete"] * 2 and not other._orphans
 
@@ -278,7 +280,7 @@ async def test_a_row_that_can_t_be_read_keeps_no_other_from_being_taken_over(ben
     ids, other = await left_to(bench, tmp_path, 2)
     await other._do(lambda store: store.database.write("UPDATE responses SET response = 'x' WHERE id = ?", ids[0]))
     other.start()
-    await until_running(other, 1)
+    await until_running(bench, 1)
     await bench.workers.emit(4)
     assert (await ended(bench, ids[1])).status == "incomplete"
     assert caplog.text.count(f"response_not_taken_over id={ids[0]}") == 1
@@ -341,7 +343,7 @@ async def test_why_an_orphan_waits_is_told_once(bench, tmp_path, monkeypatch, ca
     ids, other = await left_to(bench, tmp_path, 1)
     monkeypatch.setattr(other, "history", failing_at_first(other.history, [UnavailableError("locked")] * 3))
     other.start()
-    await until_running(other, 1)
+    await until_running(bench, 1)
     assert caplog.text.count(f"response_waits id={ids[0]} error=locked") == 1
 
 
@@ -364,7 +366,7 @@ async def test_a_response_whose_process_dies_as_it_ends_is_added_to_its_conversa
     await stored.stop()
     other = bench.app._stored = StoredResponses(bench.app._config, bench.app._models, None, tmp_path)
     other.start()
-    await until_running(other, 1)
+    await until_running(bench, 1)
     await bench.workers.emit(4)
     assert (await ended(bench, name)).status == "incomplete"
     kept = (await bench.call("GET", f"/v1/conversations/{made}/items", query="order=asc").end()).json()["data"]
