@@ -30,8 +30,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 @pytest.fixture(autouse=True)
 def settings_as_started() -> Iterator[None]:
-    """What a test has an operator change in this process does not outlive it."""
+    """What a test has an operator change in this process does not outlive it, nor how a program logs that it runs."""
+    root_level = logging.root.level
     yield
+    logging.root.setLevel(root_level)
     live = sys.modules.get("bireme.discovery.live_settings")
     if live is not None:
         live._followed = live._Followed()
