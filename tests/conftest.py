@@ -41,6 +41,17 @@ def settings_as_started() -> Iterator[None]:
         ours.setLevel(logging.NOTSET)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def variables_as_started() -> Iterator[None]:
+    """No variable of ours that a module's servers start with outlives it."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("BIREME_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("BIREME_")]:
+        if name not in before:
+            del os.environ[name]
+    os.environ.update(before)
+
+
 # Modules that share servers, or what they have parsed, by the start of their paths: with `-n` each row runs in one
 # process, every other module by itself. The rows come first, being the longest, then other servers, then small tests.
 ONE_PROCESS = (

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.chaos.etcd import EtcdServer
@@ -73,8 +74,8 @@ class Watched:
     def __init__(self, folder: Path, model: Path) -> None:
         self.model = folder / "model"  # a link, so that it can be away
         self.model.symlink_to(model)
-        self._key_before = os.environ.get("BIREME_KEY", "")
-        os.environ["BIREME_KEY"] = secrets.token_hex(32)
+        self._environment = pytest.MonkeyPatch()
+        self._environment.setenv("BIREME_KEY", secrets.token_hex(32))
         self.etcd, self.nats, self.collector = EtcdServer(folder), NatsProcess(folder), Taker()
         self.launch = Launch(
             topology(self.model, self.nats.url, self.collector.address),
@@ -88,7 +89,7 @@ class Watched:
     def __enter__(self) -> Watched:
         self._parts.callback(self.receiver.close)
         self._parts.callback(self.collector.close)
-        self._parts.callback(os.environ.__setitem__, "BIREME_KEY", self._key_before)
+        self._parts.callback(self._environment.undo)
         self._parts.callback(self.etcd.kill)
         self._parts.callback(self.nats.kill)
         self.etcd.start()
