@@ -252,6 +252,8 @@ class Frontend:
             await self._answer(call)
         except ClientGoneError as error:
             call.status = _GONE
+            if call.trace is not None:
+                note_failure(call.trace, asyncio.CancelledError())
             call.drop()
             drop_frames(error)
         finally:

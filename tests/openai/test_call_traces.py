@@ -111,6 +111,22 @@ async def test_a_client_that_leaves_is_told_apart(frontend):
     assert errors["POST /v1/chat/completions"] == errors["decode"] == "CANCELLED"
 
 
+@pytest.mark.parametrize("is_body_coming", [True, False])
+async def test_a_client_that_leaves_before_the_reply_is_what_ended_its_tree(frontend, is_body_coming):
+    traces, read = reading()
+    bench = await frontend(traces=traces)
+    body = {"model": "test"} | CHAT if is_body_coming else (b'{"model": ',)
+    reply = bench.call("POST", "/v1/chat/completions", body, is_body_coming=is_body_coming)
+    await asyncio.sleep(0.01)
+    reply.leave()
+    await reply.end()
+    check_tree(read[0])
+    root = read[0].root
+    assert root.attributes["http.response.status_code"] == 499 and root.error.startswith(
+        "CANCELLED: its caller is gone"
+    )
+
+
 async def test_a_slow_reader_shows_in_the_delivery(frontend):
     traces, read = reading()
     bench = await frontend(traces=traces)

@@ -18,7 +18,6 @@ from tests.observability.collector import attributes_of, flaws, is_root
 
 _WORDS = "the oars of the upper bank strike as one and the hull runs on before the wind".split()
 _AT_ONCE = 24
-LEFT = 499  # the status of a request whose client left before its reply
 
 
 @dataclass
@@ -95,8 +94,6 @@ def missing(job: Asked, spans: list[Any]) -> list[str]:
     found = flaws(spans)
     [root] = [span for span in spans if is_root(span)]
     status, outcome = attributes_of(root)["http.response.status_code"], attributes_of(root).get("bireme.outcome")
-    if status == LEFT:  # before anything was begun there is nothing else to say
-        return found
     if status != 200 or outcome not in ("stop", "length"):
         return found if root.status.message else [*found, f"no reason at status {status}, outcome {outcome}"]
     names = [span.name for span in spans]
