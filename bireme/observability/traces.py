@@ -14,8 +14,10 @@ not keep a prompt (`TracedSequence.prompt`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from bireme.metrics import Registry
@@ -158,3 +160,20 @@ def begin_trace(traces: Traces, name: str, inputs: Tensors, arrived_at: float) -
     if trace is not None:
         trace.request_id = info.request_id
     return trace
+
+
+@contextlib.contextmanager
+def traced_call(traces: Traces | None, name: str, inputs: Tensors) -> Iterator[RequestTrace | None]:
+    """Trace a request that a client sends to a model itself; it ends with the error that is raised within."""
+    if traces is None:
+        yield None
+        return
+    trace, error = begin_trace(traces, name, inputs, time.monotonic()), None
+    try:
+        yield trace
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if trace is not None:
+            traces.end(trace, error)

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bireme.errors import RequestError, UnavailableError
+from bireme.observability.entry import open_traces
+from bireme.observability.traces import Traces, traced_call
 from bireme.pipelines.chat_answer import encode_json
 from bireme.pipelines.text import cancel_with
 from bireme.pipelines.video_request import parse_video
@@ -36,12 +38,14 @@ class Video:
     def __init__(self, workers: VideoWorker | None = None) -> None:
         self._workers = workers
         self._service: VideoService | None = None
+        self._traces: Traces | None = None
 
     async def start(self, context: StageContext) -> None:
         recipe = context.recipe
         workers = self._workers or VideoWorkers(recipe.pipeline.stall_timeout_s, tls=GrpcTls.of(recipe))
         self._service = VideoService(recipe, workers, context.metrics)
         self._name = recipe.video_name
+        self._traces = open_traces(recipe, context.metrics)
         files = open_files(recipe)
         self._delivery = Delivery(files, recipe.video.public_url)
         try:
@@ -52,6 +56,8 @@ class Video:
     async def stop(self) -> None:
         if self._service is not None:
             await self._service.close()
+        if self._traces is not None:
+            await self._traces.close()
 
     def is_ready(self) -> bool:
         return self._service is not None
@@ -65,7 +71,8 @@ class Video:
         self._delivery.check(request)
         cancel_with(cancelled)
         heading = heading_of(self._name)
-        result = await self._service.run(request.ask, lambda progress: send(ProgressResponse(heading, progress)))
+        with traced_call(self._traces, self.spec.name, inputs) as trace:
+            result = await self._service.run(request.ask, lambda made: send(ProgressResponse(heading, made)), trace)
         answer = heading | {"object": "video", "status": "completed", "progress": 100} | result_tree(result)
         send(JsonResult(encode_json(answer | {"data": await self._delivery.data(result, request)})))
 

@@ -19,6 +19,7 @@ import numpy as np
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import RequestError
 from bireme.observability.entry import open_traces
+from bireme.observability.traces import traced_call
 from bireme.request import read_tensors
 from bireme.request_trace import RequestTrace
 from bireme.specs import DECODE, ModelSpec
@@ -30,7 +31,6 @@ from bireme.stages.requests import (
     failure_of,
     parse_stage_request,
     request_id_of,
-    traced_call,
     with_trace,
 )
 from bireme.text.output import TextStream

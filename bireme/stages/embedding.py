@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bireme.canary_mark import PARAMETER
+from bireme.canary_mark import PARAMETER, is_canary
 from bireme.engines.stub.client import EngineClient
 from bireme.errors import RequestError
 from bireme.messages import MALFORMED, EmbedRequest, decode_embed
+from bireme.observability.entry import open_traces
+from bireme.observability.traces import Traces, traced_call
 from bireme.request import Ids, check_ids, read_tensors, timeout_ms
 from bireme.specs import EMBEDDING, ModelSpec
 from bireme.stages.encoding import run_encode
@@ -34,15 +36,19 @@ class Embedding(EngineStage[EngineClient]):
         super().__init__(EngineClient, engine)
         self._given_tokenizer = tokenizer  # by tests; else loaded at start
         self._encoder: EmbeddingEncoder | None = None
+        self._traces: Traces | None = None
 
     async def start(self, context: StageContext) -> None:
         tokenizer = await asyncio.to_thread(lambda: self._given_tokenizer or recipe_tokenizer(context.recipe))
         self._encoder = EmbeddingEncoder(tokenizer, context.recipe, context.metrics)
+        self._traces = open_traces(context.recipe, context.metrics)
         await super().start(context)
 
     async def stop(self) -> None:
         if self._encoder is not None:
             self._encoder.close()
+        if self._traces is not None:
+            await self._traces.close()
         await super().stop()
 
     async def handle(self, inputs: Tensors, send: Send, cancelled: Cancelled) -> None:
@@ -55,8 +61,13 @@ class Embedding(EngineStage[EngineClient]):
             send(TensorResponse({}))
             return
         self._check_ready()
-        request = await self._request(inputs, values)
-        send(TensorResponse(await self._embed(request, request_id_of(values), cancelled)))
+        traces = None if "engine_request" in values else self._traces  # of a frontend's request it has the tree
+        with traced_call(traces, self.spec.name, inputs) as trace:
+            request = await self._request(inputs, values)
+            if trace is not None:
+                trace.is_canary = is_canary(request.canary)
+                trace.root.attributes |= {"texts": len(request.prompts), "tokens": _num_tokens(request)}
+            send(TensorResponse(await self._embed(request, request_id_of(values), cancelled)))
 
     async def _request(self, inputs: Tensors, values: Mapping[str, Any]) -> EmbedRequest:
         if "engine_request" in values:
@@ -84,6 +95,10 @@ class Embedding(EngineStage[EngineClient]):
             "embedding": np.frombuffer(embeddings, "<f4").reshape(len(request.prompts), -1),
             "num_tokens": np.array([len(prompt) // 4 for prompt in request.prompts], np.int32),
         }
+
+
+def _num_tokens(request: EmbedRequest) -> int:
+    return sum(map(len, request.prompts)) // 4
 
 
 def _texts(values: Mapping[str, Any]) -> list[str | Ids]:

@@ -19,7 +19,7 @@ from bireme.engines.stub.client import EngineClient
 from bireme.errors import BiremeError, RequestCancelledError, RequestError
 from bireme.messages import Encode, Finish, Logprobs, Release, Submit, Usage, encode
 from bireme.observability.entry import open_traces
-from bireme.observability.traces import Traces
+from bireme.observability.traces import Traces, traced_call
 from bireme.request import read_tensors
 from bireme.request_trace import RequestTrace
 from bireme.specs import PREFILL, ModelSpec
@@ -32,7 +32,6 @@ from bireme.stages.requests import (
     parse_stage_request,
     read_command,
     request_id_of,
-    traced_call,
     with_trace,
 )
 from bireme.text.tokenizer import TextTokenizer, recipe_tokenizer

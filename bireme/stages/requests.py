@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,6 @@ from bireme.messages import (
     Submit,
     decode_request,
 )
-from bireme.observability.traces import Traces, begin_trace
 from bireme.request import check_ids, check_prompt_tokens, timeout_ms
 from bireme.request_trace import RequestTrace
 from bireme.sampling import EncodeText, Sampling, parse_sampling, with_seed
@@ -65,20 +62,6 @@ def parse_stage_request(values: Mapping[str, Any], inputs: Tensors, recipe: Reci
     if blob := values.get("disaggregated_params"):
         request = msgspec.structs.replace(request, request_type="generation_only", disaggregated_params=blob)
     return StageRequest(request, request_id_of(values))
-
-
-@contextlib.contextmanager
-def traced_call(traces: Traces, name: str, inputs: Tensors) -> Iterator[RequestTrace | None]:
-    """Trace a request that a client sends to a worker itself; it ends with the error that is raised within."""
-    trace, error = begin_trace(traces, name, inputs, time.monotonic()), None
-    try:
-        yield trace
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        if trace is not None:
-            traces.end(trace, error)
 
 
 def with_trace(request: StageRequest, trace: RequestTrace | None) -> StageRequest:

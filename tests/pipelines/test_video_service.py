@@ -1,6 +1,7 @@
 """Which video worker a request goes to, over workers that the test plays."""
 
 import asyncio
+import json
 
 import msgspec
 import numpy as np
@@ -10,10 +11,15 @@ from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.errors import EngineLostError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.metrics import Registry
+from bireme.observability.traces import Traces
+from bireme.pipelines.video import Video
 from bireme.pipelines.video_service import VideoService
+from bireme.types import Cancelled, Inputs, RequestInfo, StageContext
 from bireme.video.rules import RequestedVideo
 from bireme.video.wire import Details
+from tests.observability.span_trees import check_tree, shown
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 ASK = RequestedVideo(prompt="x")
 DETAILS = msgspec.json.encode(Details(size="64x64", seed=1, steps=2, output_format="mp4"))
 ACCEPTED = {"details": np.array([DETAILS], object)}
@@ -103,3 +109,23 @@ async def test_more_requests_than_the_limit_are_refused():
         await run(one)
     workers.go_on.set()
     assert (await running)[0] == [b"video_diffusion"] and (await run(one))[0]
+
+
+async def test_a_client_of_the_video_model_has_a_tree_here(tmp_path):
+    entry = {"engine": "mocker", "replicas": 2}
+    tree = {"model": "none", "workers": {"video_diffusion": entry}, "video": {"folder": str(tmp_path)}}
+    recipe, metrics = convert(tree, Recipe, "test"), Registry("video")
+    stage, read = Video(Workers(video_diffusion=[UnavailableError("it is down")])), []
+    await stage.start(StageContext("video", recipe, None, metrics))
+    stage._traces = Traces(metrics, 1.0)
+    stage._traces.subscribe(read.append)
+    for request in ({"prompt": "x"}, {"prompt": "x", "size": "64x64"}):
+        given = {"request": np.array([json.dumps(request).encode()], object)}
+        inputs = Inputs(given, RequestInfo(parameters={"traceparent": TRACEPARENT}))
+        await stage.handle(inputs, lambda response: None, Cancelled())
+    await stage.stop()
+    assert [shown(trace) for trace in read] == [["video", "  video", "  video"]] * 2
+    for trace in read:
+        check_tree(trace)
+        assert trace.trace_id == TRACEPARENT.split("-")[1] and trace.root.error == ""
+        assert [span.error.partition(":")[0] for span in trace.spans] == ["", "UNAVAILABLE", ""]

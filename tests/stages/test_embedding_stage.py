@@ -3,8 +3,12 @@ import pytest
 
 from bireme.errors import NotFoundError, RequestCancelledError, RequestError, UnavailableError
 from bireme.messages import STUB, Embed, EmbedRequest, EncodeRequest, Finish, Usage, encode, start_command
+from bireme.metrics import Registry
+from bireme.observability.traces import Traces
 from bireme.types import RequestInfo
+from tests.observability.span_trees import shown
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 ROWS = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 
 
@@ -23,6 +27,25 @@ async def test_texts_go_to_the_engine_as_ids_and_come_back_as_rows(embedding):
     assert (prompts(bench), request.dimensions, request.timeout_ms) == ([[97], [98]], 2, 250)
     finish(bench)
     assert await call.end() == [{"embedding": ROWS.tolist(), "num_tokens": [1, 1]}]
+
+
+async def test_a_client_of_embedding_has_a_trace_here_and_a_frontend_has_its_own(embedding):
+    bench, read = await embedding(), []
+    bench.stage._traces = Traces(Registry("embedding"), 1.0)
+    bench.stage._traces.subscribe(read.append)
+    call = await bench.ask(RequestInfo(parameters={"traceparent": TRACEPARENT}), text_input=["a", "b"]).begun()
+    finish(bench)
+    await call.end()
+    with pytest.raises(RequestError):
+        await bench.ask(text_input=["a", ""]).end()
+    assert [shown(trace) for trace in read] == [["embedding"], ["embedding"]]
+    assert read[0].trace_id == TRACEPARENT.split("-")[1] and read[0].root.attributes == {"texts": 2, "tokens": 2}
+    assert read[0].root.error == "" and read[1].root.error.startswith("INVALID_ARGUMENT: text_input[1]: empty")
+    request = EmbedRequest(prompts=(b"\1\0\0\0", b"\2\0\0\0"))
+    call = await bench.ask(engine_request=np.frombuffer(encode(Embed(0, request)), np.uint8)).begun()
+    bench.engine.finish(STUB, 2, Finish("stop", Usage(), encoded=ROWS.tobytes()))
+    await call.end()
+    assert len(read) == 2
 
 
 async def test_ids_of_several_texts_are_told_apart_by_their_lengths(embedding):
