@@ -91,10 +91,13 @@ def post(url, body):
 
 def assert_served(cluster, question):
     """Rightly, by the launch's own pipeline, and through the frontend."""
-    launch, frontend = cluster.launches["a"], cluster.frontends[0]
     asked = {"text_input": question.message, "max_tokens": len(question.expected)}
-    answer = post(f"http://{launch.addresses['http']}/v2/models/completion/generate", asked)
+    answer = post(f"http://{cluster.launches['a'].addresses['http']}/v2/models/completion/generate", asked)
     assert answer["output_ids"] == list(question.expected)
+    assert_answers(cluster.frontends[0], question)
+
+
+def assert_answers(frontend, question):
     asked = {"model": ONE.served_name, "prompt": question.message, "max_tokens": len(question.expected)}
     answer = post(f"http://{frontend.address}/v1/completions", asked | {"ignore_eos": True})
     assert answer["choices"][0]["text"] == question.text
@@ -125,15 +128,18 @@ def test_while_etcd_is_gone_for_longer_than_a_lease_the_last_view_serves(cluster
     assert_served(cluster, question)
 
 
-def test_a_frontend_that_starts_without_etcd_says_why_it_is_not_ready_and_serves_once_it_is_there(cluster):
+def test_a_frontend_that_starts_without_etcd_says_why_it_is_not_ready_and_serves_once_it_is_there(cluster, question):
     cluster.etcd.kill()
     late = cluster.make_frontend(1)
     try:
         late.spawn()
         wait_for(lambda: probe(f"http://{late.address}/health/ready") == "503 not_ready", LIMIT_S, "no answer")
         wait_for(lambda: "etcd at" in views(ask(late.address))[0]["reason"], LIMIT_S, "no reason")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            assert_answers(late, question)
         cluster.etcd.start()
         wait_for(lambda: ask(late.address)["status"] == "ready", LIMIT_S, "not ready")
+        assert_answers(late, question)
     finally:
         late.stop()
 
@@ -187,7 +193,7 @@ DEATHS = {
     "role",
     [role if role != "server" else pytest.param(role, marks=pytest.mark.soak) for role in DEATHS],  # it starts anew
 )
-def test_each_probe_tells_of_a_process_that_has_died(cluster, role):
+def test_each_probe_tells_of_a_process_that_has_died(cluster, question, role):
     launch, victims, seen = cluster.launches["a"], [], []
 
     def has_been_told():
@@ -199,6 +205,9 @@ def test_each_probe_tells_of_a_process_that_has_died(cluster, role):
         return all(any(said[way] == expected for said in seen) for way, expected in enumerate(DEATHS[role]))
 
     wait_for(has_been_told, LIMIT_S, "somebody does not tell")
+    wait_for(lambda: told(cluster) == WELL, LIMIT_S, "it does not come back")
+    assert launch.roles()[role] not in victims
+    assert_served(cluster, question)
 
 
 def test_each_probe_tells_of_a_stub_that_has_died(cluster):
@@ -215,19 +224,22 @@ def test_each_probe_tells_of_a_stub_that_has_died(cluster):
 
 def test_the_metric_of_an_engine_that_is_down_is_zero(cluster):
     send_signal(cluster.launches["a"].roles()["prefill.engine"], signal.SIGKILL)
-    wait_for(lambda: 0.0 in metric(cluster, "bireme_engine_up")[0], LIMIT_S, "the metric does not tell")
+    wait_for(lambda: metric(cluster, "bireme_engine_up")[0] == {0.0, 1.0}, LIMIT_S, "the metric does not tell")
+    wait_for(lambda: metric(cluster, "bireme_engine_up")[0] == {1.0}, LIMIT_S, "it is not back")
 
 
 DRAINS = {"prefill": WELL, "decode": ("200", "200 ready", "503 not_ready")}
 
 
 @pytest.mark.parametrize("worker", DRAINS)
-def test_a_worker_that_drains_is_in_order_unless_it_is_the_last_that_can_decode(cluster, worker):
+def test_a_worker_that_drains_is_in_order_unless_it_is_the_last_that_can_decode(cluster, question, worker):
     folder = f"--run-folder={cluster.launches['a'].run_folder()}"
     wait_for(lambda: drain.main([worker, folder]) == 0, LIMIT_S, "its engine, killed before, does not come back")
     wait_for(lambda: worker_states(cluster).get(worker) == "draining", LIMIT_S, "the frontend does not tell")
     wait_for(lambda: told(cluster) == DRAINS[worker], LIMIT_S, "somebody does not tell")
-    drain.main([worker, "--undo", folder])
+    assert drain.main([worker, "--undo", folder]) == 0
+    wait_for(lambda: told(cluster) == WELL, LIMIT_S, "it takes no requests again")
+    assert_served(cluster, question)
 
 
 def worker_states(cluster):
