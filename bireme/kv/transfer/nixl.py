@@ -13,6 +13,8 @@ UCX itself checks no peer: what may write here is who can reach UCX's ports. Bet
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import logging
 import os
@@ -333,11 +335,24 @@ def _load(between_hosts: bool) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     for name in sorted(MODULES, key=lambda name: not name.endswith(_cuda())):
         with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
+            exit_without_destructors()
+            return module
     raise ConfigError(
         "cache_transceiver_config.backend: NIXL needs the package nixl-cu12: pip install --no-deps nixl-cu12"
         " (nixl-cu13 with CUDA 13); DEFAULT needs none, on one host"
     )
+
+
+@functools.cache
+def exit_without_destructors() -> None:
+    """Have the kernel unload this process's libraries at its end; Python's exit handlers run as ever.
+
+    Where the host has libibverbs (every host with InfiniBand) NIXL's own copy of it loads the host's as well, and their
+    two copies of libnl-route take apart one list: the process would end by SIGSEGV whatever its exit status.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 def _cuda() -> str:
