@@ -3,12 +3,14 @@
     python tools/record_steps.py > steps.jsonl                    # until Ctrl-C
     python tools/record_steps.py --seconds 60 --output steps.jsonl
     python tools/record_steps.py --run-folder /run/user/1000/bireme-1000/4711-a1b2c3
+    python tools/record_steps.py --fit steps.jsonl --engine torch --machine "2 cores, EPYC" --output step_times.json
 
 Of recipes with `kv_events.step_records: true` and plane zmq; docs/observability.md has the fields. For a user's only
 launch on this host, else --run-folder names one. Engines that are started again are found within a second. Signs of
 life are left out. At the end stderr has how many records were written, and how many are missing by their numbers.
+--fit makes of them a table of step times, for simulations (docs/sizing.md), and says how far its rule is from it.
 
-Exit codes: 0; 2 there is no such launch, none of its workers sends records, or they can't be written.
+Exit codes: 0; 2 there is no such launch, none of its workers sends records, or they can't be read or written.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from bireme.errors import BiremeError, ConfigError, NotFoundError
 from bireme.kv.wire.curve import curve_keys, is_ipv6, needs_curve
 from bireme.kv.wire.step_records import STEP_TOPIC, StepRecord
 from bireme.launch.run_folder import only_launch
+from bireme.sizing.step_times import StepTimes
 
 DONE, WRONG = 0, 2
 _LOOK_S = 1.0
@@ -43,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     steps = None
     try:
+        if options.fit:
+            fit(options)
+            return DONE
         folder = Path(options.run_folder) if options.run_folder else only_launch()
         steps = Steps(folder)
         with contextlib.ExitStack() as stack:
@@ -58,6 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if steps is not None:
         print(f"{steps.num_written} records, {steps.num_missed} missed", file=sys.stderr)
     return DONE
+
+
+def fit(options: argparse.Namespace) -> None:
+    with open(options.fit, "rb") as file:
+        times = StepTimes.of_records(file, options.engine, options.machine)
+    times.write(Path(options.output or "/dev/stdout"))
+    print(f"{len(times.table.points)} points; the rule is {100 * times.error:.1f}% off at the median", file=sys.stderr)
 
 
 class Steps:
@@ -142,6 +155,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", metavar="FILE", help="instead of stdout; what it held is replaced")
     parser.add_argument("--seconds", type=float, metavar="S", help="end after so long")
     parser.add_argument("--run-folder", metavar="FOLDER", help="of the launch; its log names it")
+    parser.add_argument("--fit", metavar="FILE", help="of records, that were written before: make step times of them")
+    parser.add_argument("--engine", default="", help="what made them, for --fit's table")
+    parser.add_argument("--machine", default="", help="and where")
     return parser.parse_args(arguments)
 
 

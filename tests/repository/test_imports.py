@@ -21,7 +21,7 @@ ROWS = (
     + ("parameters", "serving_options", "stop_signals", "gathering", "inbox", "own_work", "request_trace")
     + ("metric_aliases",),
     ("recipe_files", "llm_args"),
-    ("kv", "text", "logits", "multimodal", "video", "discovery", "observability"),
+    ("kv", "text", "logits", "multimodal", "video", "discovery", "observability", "sizing"),
     ("engines",),
     ("workers",),
     ("stages", "pipelines"),

@@ -1,0 +1,1 @@
+"""What a deployment would do under a load, from measured step times and without its hardware."""
