@@ -3,10 +3,12 @@
 import contextlib
 import http.client
 import threading
+import time
 
 import msgspec
 import pytest
 
+from bireme.discovery import pods
 from bireme.discovery.follower import Follower
 from bireme.discovery.kubernetes import KubernetesStore, open_store
 from bireme.discovery.record_page import ALL_PATH, OWN_PATH, PageClient
@@ -135,13 +137,32 @@ def test_a_pod_that_is_killed_is_gone_when_its_lease_ends(launch, until):
     assert not follower.problem  # the API server is well
 
 
-def test_a_pod_that_left_the_service_is_asked_for_one_more_lease(api, launch, until):
+class StandingClock:
+    """Goes on when it is told to."""
+
+    def __init__(self):
+        self.now_s = time.monotonic()
+
+    def monotonic(self):
+        return self.now_s
+
+
+def test_a_pod_that_left_the_service_is_asked_for_one_more_lease(api, launch, monkeypatch, until):
+    clock = StandingClock()
+    monkeypatch.setattr(pods, "time", clock)
     a, b = launch("a"), launch("b")
-    follower = a.follow()
-    b.engine(record("decode", "b:8001"))
+    follower, engine = a.follow(), b.engine(record("decode", "b:8001"))
     until(lambda: follower.records)
     api.delete("pair-b")
-    until(lambda: not follower.records)
+    launch("c").engine(record("decode", "c:8001"))
+    until(lambda: "decode@c:8001" in follower.records)  # so that b has left, too, is known by now
+    engine.set(record("decode", "b:8001", life=2))
+    until(lambda: follower.records["decode@b:8001"].life == 2)
+    clock.now_s += 0.9 * LEASE_S
+    engine.set(record("decode", "b:8001", life=3))
+    until(lambda: follower.records["decode@b:8001"].life == 3)
+    clock.now_s += 0.2 * LEASE_S
+    until(lambda: follower.records == by_id(record("decode", "c:8001")))
 
 
 def test_while_the_api_server_is_gone_the_pods_that_are_known_are_asked_on(api, launch, until):
