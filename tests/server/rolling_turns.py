@@ -25,12 +25,28 @@ PROMPTS = [f"the oars of bank {number}" for number in range(8)]
 NUM_TOKENS = 24
 
 
+@dataclass(frozen=True)
+class Revision:
+    """What decides the answers."""
+
+    recipe: str
+    settings: tuple[str, ...]
+
+
+def mocked(vocab_size: int) -> Revision:
+    return Revision("recipes/mocker", (f"workers.decode.engine_config.mocker.vocab_size={vocab_size}",))
+
+
+def of_weights(model: Path) -> Revision:
+    return Revision("recipes/tiny-agg", (f"model={model}", "served_model_name=mocker"))
+
+
 @dataclass
 class Generation:
-    """One launch of recipes/mocker: `command` serves it."""
+    """One launch: `command` serves it."""
 
     folder: Path
-    revision: int  # its vocabulary: it decides the answers
+    revision: Revision
     checkout: Path = CHECKOUT
     has_door: bool = True
     number: int = 0  # its generation, where several share a discovery (`folder`/shared)
@@ -50,10 +66,10 @@ class Generation:
     def command(self) -> list[str]:
         ports = [f"--{name}-port={port}" for name, port in self.ports.items() if name != "admin" or self.has_door]
         door = [f"--admin-key-file={self.folder / 'key'}"] if self.has_door else []
-        serve = [sys.executable, str(self.checkout / "tools" / "serve.py"), "recipes/mocker"]
-        revision = f"workers.decode.engine_config.mocker.vocab_size={self.revision}"
+        serve = [sys.executable, str(self.checkout / "tools" / "serve.py"), self.revision.recipe]
+        settings = [f"--set={setting}" for setting in self.revision.settings]
         shared = [f"--discovery={self.folder / 'shared'}", f"--generation={self.number}", "--weight=0"]
-        words = [*serve, *ports, *door, "--set", revision, "--canary-interval=0"]
+        words = [*serve, *ports, *door, *settings, "--canary-interval=0"]
         return words + shared if self.number else words
 
     def start(self) -> subprocess.Popen[bytes]:

@@ -8,11 +8,24 @@ import signal
 
 import pytest
 
-from tests.server.rolling_turns import KEY, PROMPTS, Clients, Generation, before_the_door, update, wait_for
+from tests.server.rolling_turns import (
+    KEY,
+    PROMPTS,
+    Clients,
+    Generation,
+    Revision,
+    before_the_door,
+    mocked,
+    of_weights,
+    update,
+    wait_for,
+)
+from tools.make_sample_model import make
 
 pytestmark = pytest.mark.server
 QUICK = ("--mirror", "1", "--min-compared", "20", "--pause", "1", "--max-ttft-ratio", "100")
-REVISION, OTHER, NUM_TURNS = 30000, 20000, int(os.environ.get("TURNS", "20"))
+REVISION, OTHER, NUM_TURNS = mocked(30000), mocked(20000), int(os.environ.get("TURNS", "20"))
+REAL = range(9, 13)  # turns to a real engine, of two revisions
 
 
 @pytest.fixture(scope="module")
@@ -97,33 +110,60 @@ def test_launches_that_share_a_discovery_hand_over_by_weights(sample_model, tmp_
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_turns_over_two_servers_with_changing_versions_and_revisions_lose_nothing(sample_model, tmp_path):
-    """Each fourth launch is of the last version without an admin door; revisions change with every second turn."""
-    sample_model("llama")
+    """Each fourth launch is of the last version without an admin door; revisions change with every second turn.
+
+    In two turns the new one is not fit, and the turn after it goes on from where the turns were.
+    """
+    models = [sample_model("llama"), make(tmp_path / "other-weights", seed=1)]
     (tmp_path / "key").write_text(KEY)
     before, known = before_the_door(tmp_path / "before"), {prompt: set() for prompt in PROMPTS}
-    for revision in (OTHER, REVISION):
+    mocks, weights = (REVISION, OTHER), tuple(map(of_weights, models))
+    for revision in (*weights, *mocks):
         now = Generation(tmp_path, revision, before, has_door=False)
         process = now.start()
         for prompt in PROMPTS:
             known[prompt].add(now.ask(prompt))
-        if revision == OTHER:
+        if revision != mocks[-1]:
             end(process.pid)
-    pid = process.pid
+    assert {len(answers) for answers in known.values()} == {4}
+    pid, num_served = process.pid, 1
     try:
         with Clients([now], known) as clients:
             for turn in range(1, NUM_TURNS + 1):
-                is_before, revision = turn % 4 == 0, (REVISION, OTHER)[turn // 2 % 2]
+                is_before, revision = turn % 4 == 0, (weights if turn in REAL else mocks)[turn // 2 % 2]
                 newer = Generation(tmp_path, revision, *((before, False) if is_before else ()))
-                clients.entries.append(newer)
-                pid_before, pid = pid, change_places(now, newer)
-                end(pid_before)
-                wait_for(lambda now=now: not now.is_ready())
-                clients.entries.remove(now)
-                now = newer
+                if turn in UNFIT:
+                    UNFIT[turn](now, newer)
+                else:
+                    clients.entries.append(newer)
+                    pid_before, pid = pid, change_places(now, newer)
+                    end(pid_before)
+                    wait_for(lambda now=now: not now.is_ready())
+                    clients.entries.remove(now)
+                    now, num_served = newer, num_served + 1
                 assert clients.problems == [], turn
-        assert len(clients.served) == NUM_TURNS + 1
+        assert len(clients.served) == num_served
     finally:
         end(pid)
+
+
+def offer_another_revision(now, newer):
+    newer.revision = OTHER if now.revision != OTHER else REVISION
+    code, result, told = update(now, newer, *started(newer), *QUICK)
+    assert code == 1 and "the new generation answers differently: " in result["reason"], told + newer.log.read_text()
+    assert not result["problems"] and now.is_ready() and not newer.is_ready()
+
+
+def offer_one_that_never_gets_ready(now, newer):
+    """Its engine takes an hour to load."""
+    slow = "workers.decode.engine_config.mocker.load_ms=3600000"
+    newer.revision = Revision("recipes/mocker", (*REVISION.settings, slow))
+    code, result, told = update(now, newer, *started(newer), *QUICK, "--ready-limit", "20")
+    assert code == 1 and "the new generation was not ready within 20 s: " in result["reason"], told
+    assert not result["problems"] and now.is_ready() and not newer.is_ready()
+
+
+UNFIT = {7: offer_another_revision, 14: offer_one_that_never_gets_ready}  # turns after one with a door
 
 
 def change_places(now, newer):
