@@ -67,6 +67,9 @@ def _text(status: dict[str, Any]) -> str:
     of_generation = f"generation {status['generation']}, weight {status['weight']:g}"
     about = f"{status['recipe']}, bireme {status['version']}, {of_generation}"
     lines = [f"{status['model']} ({about}): {status['status']}", under_way]
+    if len(status.get("shares", {})) > 1:
+        shares = ", ".join(f"generation {one} {100 * share:g}%" for one, share in status["shares"].items())
+        lines.append(f"of new requests: {shares}")
     width = max(map(len, status["workers"]), default=0)
     for name, one in status["workers"].items():
         counts = " ".join(f"{one[count]:5d} {count.replace('_', ' ')}" for count in _COUNTS)

@@ -38,6 +38,7 @@ from bireme.launch.console import Console, Level
 from bireme.launch.doors import get
 from bireme.launch.drain import drain
 from bireme.launch.frontend import FrontendProcess, FrontendSettings
+from bireme.launch.generation_watch import GenerationWatch
 from bireme.launch.guarded_thread import GuardedThreads
 from bireme.launch.health import HealthMonitor
 from bireme.launch.health_server import HealthServer
@@ -110,6 +111,7 @@ class Deployment:
         self._key = deployment_key(settings.recipe)
         self._view: WorkerView | None = None  # of the workers on all servers
         self._elsewhere: Mapping[str, WorkerRecord] = {}  # others' workers
+        self._generations = GenerationWatch(settings.facts.generation, console)
         models, pipelines = used_models(settings.recipe, settings.checkout)
         self._phases = (models, pipelines)
         self._installation: Installation | None = None
@@ -219,6 +221,7 @@ class Deployment:
 
     def _take_view(self, view: Mapping[str, WorkerRecord]) -> None:
         self._elsewhere = {name: record for name, record in view.items() if "@" in name}
+        self._generations.take(view)
 
     # What the admin door sees
 
@@ -236,6 +239,9 @@ class Deployment:
 
     def workers_elsewhere(self) -> Mapping[str, WorkerRecord]:
         return self._elsewhere
+
+    def generation_shares(self) -> Mapping[int, float]:
+        return self._generations.shares
 
     def is_drain_known(self) -> bool:
         return self._view is None or self._view.is_drained_elsewhere()

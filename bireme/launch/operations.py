@@ -52,6 +52,8 @@ class Launch(Protocol):
 
     def workers_elsewhere(self) -> Mapping[str, WorkerRecord]: ...
 
+    def generation_shares(self) -> Mapping[int, float]: ...
+
     def is_drain_known(self) -> bool:
         """Return whether no other server sends anything new."""
 
@@ -179,6 +181,7 @@ class Operations:
             "draining": is_draining,
             "in_flight_requests": figures.num_requests,
             "requests": {"served": figures.num_served, "failed": figures.num_failed},
+            "shares": {str(one): round(share, 3) for one, share in launch.generation_shares().items()},
             "elsewhere": Counter(str(one.generation) for one in launch.workers_elsewhere().values()),
             "leases": int(sum(one.leases for one in figures.workers.values())),
             "transfers": int(sum(one.transfers for one in figures.workers.values())),

@@ -19,6 +19,7 @@ class FakeLaunch:
         self.pages: list[str] = [""]
         self.is_reachable = self.is_known = True
         self.elsewhere: dict[str, WorkerRecord] = {}
+        self.shares: Mapping[int, float] = {3: 1.0}
         self.states: dict[str, dict[str, Any]] = dict.fromkeys(("prefill", "decode", "decode_1"), READY)
 
     def health(self) -> dict[str, Any]:
@@ -31,6 +32,9 @@ class FakeLaunch:
 
     def workers_elsewhere(self) -> Mapping[str, WorkerRecord]:
         return self.elsewhere
+
+    def generation_shares(self) -> Mapping[int, float]:
+        return self.shares
 
     def is_drain_known(self) -> bool:
         return self.is_known

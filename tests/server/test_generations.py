@@ -112,4 +112,4 @@ def test_one_that_makes_other_prompts_is_refused_by_name(generations):
 
 def test_status_tells_generation_and_weight(generations):
     status = generations.door.status()
-    assert (status["generation"], status["weight"]) == (1, 0.0)
+    assert (status["generation"], status["weight"], status["shares"]) == (1, 0.0, {"1": 0.0, "0": 1.0})

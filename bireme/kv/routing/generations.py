@@ -29,6 +29,16 @@ def weights_of(records: Iterable[WorkerRecord]) -> dict[int, float]:
     return {generation: sum(weights) / len(weights) for generation, weights in told.items()}
 
 
+def shares_of(weights: Mapping[int, float]) -> dict[int, float]:
+    """Return each generation's share of new requests, the newest first."""
+    shares: dict[int, float] = {}
+    left, oldest = 1.0, min(weights, default=0)
+    for generation in sorted(weights, reverse=True):
+        shares[generation] = left if generation == oldest else left * weights[generation]
+        left -= shares[generation]
+    return shares
+
+
 def choose(weights: Mapping[int, float], session_id: str, draw: random.Random) -> int:
     """Return one of the generations (at least one), the same for a session wherever it is asked for."""
     *newer, oldest = sorted(weights, reverse=True)

@@ -7,7 +7,7 @@ import pytest
 
 from bireme.config import BusyRule
 from bireme.discovery.records import WorkerRecord
-from bireme.kv.routing.generations import choose, weights_of
+from bireme.kv.routing.generations import choose, shares_of, weights_of
 from bireme.serving_options import RoutingChoice
 from tests.kv.routing.router_fixtures import RouterBench, load, record
 
@@ -42,6 +42,7 @@ def shares(bench, count=2000, **fields):
 )
 def test_the_newest_takes_its_weight_the_next_its_weight_of_the_rest(weights, expected):
     draw = random.Random(0)
+    assert {one: share for one, share in shares_of(weights).items() if share} == pytest.approx(expected)
     for chosen in (
         Counter(choose(weights, session, draw) for session in SESSIONS),
         Counter(choose(weights, "", draw) for _ in SESSIONS),
