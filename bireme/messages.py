@@ -326,6 +326,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     encodes_images: bool = False  # it has the vision tower: takes Encode and Release
     embedding_size: int = 0  # of an embedding, all its dimensions; 0: it takes no Embed
     step_paths: tuple[str, ...] = ()  # what computes its steps, the most special first; empty: it does not say
+    prompt_attention: tuple[str, ...] = ()  # what attends to prompts in the last of these, likewise; of a GPU
 
     def within_pool(self) -> Capacity:
         """Return it with no longer a sequence than the KV pool holds: for an engine that keeps all of a sequence."""

@@ -154,6 +154,11 @@ TABLE: dict[str, MetricSpec] = {
             "mixed, decode_graph, prompt_graph.",
             "path",
         ),
+        _gauge(
+            "bireme_prompt_attention",
+            "1 for what attends to long prompts in the torch engine on a GPU: fa3, or torch (FlashAttention 2).",
+            "kernel",
+        ),
         _histogram(
             "bireme_forward_pass_seconds",
             "One engine step by what it computed (prefill, decode, mixed), with kv_events.step_records.",

@@ -202,6 +202,7 @@ ENGINES = Row(
                 choice=by("worker", "path"),
                 shape="stacked",
             ),
+            lines("Attention of long prompts", "bireme_prompt_attention", choice=by("worker", "kernel"), combine="max"),
             rare(
                 "Preempted and rested",
                 {"bireme_preemptions_total": "preempted", "bireme_best_effort_rests_total": "rested"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,9 +36,16 @@ def prepare(model_path: str, config: EngineConfig) -> None:
     if torch.cuda.is_available():
         torch.cuda.init()
         if kernels.is_usable(torch.device("cuda")):
-            from bireme.engines.torch.forward import fused_decoder, kernel_step, resident_decode  # noqa: F401
+            from bireme.engines.torch.forward import (  # noqa: F401
+                flash_attention,
+                fused_decoder,
+                kernel_step,
+                resident_decode,
+            )
 
             kernels.prepare_compiler()
+            with contextlib.suppress(Exception):  # the start says what is wrong with the wheel
+                flash_attention.import_fa3()
 
 
 def create_video(context: VideoContext) -> VideoEngine:

@@ -104,7 +104,13 @@ class LoadedEngine:
         load_s = sum(phases.seconds.values())
         accounts.started(manager, self.core.scheduler, load_s)
         capacity = _capacity(setup, manager, model, eos_ids, load_s, pictures)
-        self.capacity = msgspec.structs.replace(capacity, step_paths=tuple(map(str, forward.paths)))
+        self.capacity = msgspec.structs.replace(
+            capacity,
+            step_paths=tuple(map(str, forward.paths)),
+            prompt_attention=tuple(map(str, forward.prompt_attention)),
+        )
+        for kernel in self.capacity.prompt_attention[:1]:
+            context.metrics.set("bireme_prompt_attention", 1, kernel)
         logger.info(
             "engine_loaded model=%s dtype=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
             type(model.modules).__name__,
@@ -116,6 +122,7 @@ class LoadedEngine:
             load_s,
         )
         logger.info("step_paths %s", ",".join(self.capacity.step_paths))
+        logger.info("prompt_attention %s", ",".join(self.capacity.prompt_attention) or "of the path")
         logger.info("load_seconds %s", " ".join(f"{name}={value:.2f}" for name, value in phases.seconds.items()))
 
 

@@ -12,6 +12,14 @@
 | GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the modules |
 | GPU | the same | any other | `modules`: transformers' own, attention by KernelStep |
 
+What attends to prompts' chunks in steps of the last row, and of `modules` on a GPU, kernel by kernel:
+
+| chunk | `prompt_attention` |
+|---|---|
+| few tokens behind many; float32, softcap, sinks, unusual sizes of heads | `packed`: kernels/packed_prefill.py |
+| bfloat16 on Hopper, no window that hides anything, where the wheel fa3-fwd works | `fa3`: FlashAttention 3 |
+| any other | `torch`: FlashAttention 2 |
+
 `opening.py` makes what the table names. What does not work on a machine is left out, as the log says: a decoder of ours
 that differs from the modules, graphs that can't be made or are off. Its steps take the last row of their model. On a
 GPU without Triton's language all is `modules`, with PagedStep.
@@ -27,6 +35,7 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.forward.batch import BatchBuilder
+from bireme.engines.torch.forward.flash_attention import FlashAttention, PromptAttention
 from bireme.engines.torch.forward.modules import Modules
 from bireme.engines.torch.step import Batch, SchedulerOutput
 
@@ -80,8 +89,10 @@ class Computed:
 class Forward:
     """Used by the engine's thread."""
 
-    def __init__(self, modules: Modules, builder: BatchBuilder) -> None:
+    def __init__(self, modules: Modules, builder: BatchBuilder, flash: FlashAttention | None = None) -> None:
+        """`flash`: of the modules; decoders of ours take it, too."""
         self.modules = modules
+        self.flash = flash or FlashAttention()
         self.decoder: Decoder = modules
         self.builder = builder
         self.resident: ResidentDecode | None = None
@@ -95,6 +106,11 @@ class Forward:
         """The paths that this engine has, the most special first."""
         own = {StepPath.RESIDENT: self.resident, StepPath.MIXED: self.mixed}
         return [*(path for path, steps in own.items() if steps is not None), *self.graphs, self._path]
+
+    @property
+    def prompt_attention(self) -> list[PromptAttention]:
+        """What attends to prompts' chunks on the last of these paths, the most special first; none on a CPU."""
+        return self.flash.names if self.modules.uses_kernels else []
 
     def use(self, path: StepPath, decoder: Decoder, builder: BatchBuilder) -> None:
         """Have a decoder of ours compute the steps, in place of the model's modules."""

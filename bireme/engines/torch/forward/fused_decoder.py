@@ -11,6 +11,7 @@ from torch import Tensor
 from bireme.engines.torch.forward.attention import Extras
 from bireme.engines.torch.forward.decode_state import DecodeState
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
+from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.kernel_step import attend_stored
 from bireme.engines.torch.kernels.chunk_attention import chunk_attention
 from bireme.engines.torch.kernels.decode_attention import decode_attention
@@ -27,9 +28,10 @@ from bireme.engines.torch.step import Batch, KernelGroup
 class FusedDecoder:
     """Computes steps over the pools; used by the engine's thread."""
 
-    def __init__(self, weights: DecoderWeights, store: KvStore) -> None:
+    def __init__(self, weights: DecoderWeights, store: KvStore, flash: FlashAttention) -> None:
+        """`flash`: for prompts that are launched kernel by kernel."""
         self.weights = weights
-        self._store = store
+        self._store, self._flash = store, flash
         self._windows = [store.windows[group] for group in store.group_of]
         self._scale = float(torch.tensor(weights.embed_scale).to(store.dtype))  # as transformers rounds it
 
@@ -61,7 +63,7 @@ class FusedDecoder:
             query, key = turned[:, :heads], turned[:, heads:]
             value = qkv[:, turned.shape[1] * turned.shape[2] :].view_as(key)
             size, extras = store.tokens_per_block, Extras(layer.scaling, layer.softcap or None)
-            attended = attend_stored(group, query, key, value, keys, values, size, extras)
+            attended = attend_stored(group, query, key, value, keys, values, size, extras, self._flash)
             _add_product(x, attended.flatten(1), layer.output, layer.attention_post_norm, eps)
             self._add_mlp(x, layer, is_few=False)
         logits = _logits(rms_norm(x[batch.logits_rows], weights.norm, eps), weights.head)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from bireme.engines.torch.forward import attention
 from bireme.engines.torch.forward.attention import AttentionStep, PagedStep, ProbeStep, SizingStep
+from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch
@@ -78,8 +80,10 @@ def peak_bytes(model: Any, geometry: Sequence[LayerGeometry], limits: EngineLimi
 class Modules:
     """transformers' own, over our pools. Used by the engine's thread."""
 
-    def __init__(self, model: Any, store: KvStore, uses_kernels: bool = False) -> None:
-        """`uses_kernels`: batches are built for KernelStep."""
+    def __init__(
+        self, model: Any, store: KvStore, uses_kernels: bool = False, flash: FlashAttention | None = None
+    ) -> None:
+        """`uses_kernels`: batches are built for KernelStep, which takes `flash` for prompts."""
         self.device, self.uses_kernels = store.device, uses_kernels
         self._model, self._store = model, store
         self._make_step: Any = PagedStep
@@ -87,7 +91,7 @@ class Modules:
             # Triton's language comes with CUDA builds alone.
             from bireme.engines.torch.forward.kernel_step import KernelStep
 
-            self._make_step = KernelStep
+            self._make_step = partial(KernelStep, flash=flash or FlashAttention())
 
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""

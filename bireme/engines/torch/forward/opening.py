@@ -13,6 +13,7 @@ from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.decoder_ops import choose_ops
 from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
+from bireme.engines.torch.forward.flash_attention import open_flash_attention
 from bireme.engines.torch.forward.forward import Forward, StepPath
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
@@ -37,6 +38,11 @@ class StepModel:
     aim: StepPath  # what is to compute its steps
     fused: DecoderWeights | None  # of a model that aims at that
     has_grid_positions: bool
+
+    @property
+    def num_heads(self) -> int:
+        """0: its configuration does not say."""
+        return int(getattr(self.modules.config, "num_attention_heads", 0))
 
     @property
     def vocab_size(self) -> int:
@@ -76,8 +82,8 @@ def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positi
 
 def open_forward(setup: Setup, model: StepModel, store: KvStore, manager: BlockManager, is_shared: bool) -> Forward:
     """Return it with its decoder. `is_shared`: other engines map the same weights."""
-    modules = Modules(model.modules, store, model.uses_kernels)
-    forward = Forward(modules, _builder(setup, model, store))
+    flash = open_flash_attention(model.geometry, model.num_heads, store.device)
+    forward = Forward(Modules(model.modules, store, model.uses_kernels, flash), _builder(setup, model, store), flash)
     on = FirstPasses(forward, manager, store, setup.limits, setup.findings)
     try:
         if model.fused is not None:
@@ -124,7 +130,10 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
     store, most, config = on.store, on.limits.max_batch_size, setup.config.cuda_graph_config
     graphs = graph_sizes(config, most) if store.device.type == "cuda" else []
     sizes, is_padded = sorted({*graphs, *bucket_sizes(most)}), config is None or config.enable_padding
-    decoder, state = FusedDecoder(weights, store), DecodeState(weights, store, most, on.limits.most_blocks, most)
+    decoder, state = (
+        FusedDecoder(weights, store, on.forward.flash),
+        DecodeState(weights, store, most, on.limits.most_blocks, most),
+    )
     resident = ResidentDecode(decoder, state, model.vocab_size, sizes, graphs, is_padded)
     check_resident(resident, on)
     on.forward.use(StepPath.FUSED, decoder, on.forward.builder)
