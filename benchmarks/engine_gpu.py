@@ -6,6 +6,8 @@ as so many tokens choose, if each chooses at random): `floor` is these bytes ove
 same run (the better of a copy and cuBLAS's product of one row), `share` is floor over the step's mean. Tokens of a step
 may be read while the next one runs, so steps are timed together. `replay` is the step's CUDA graph alone, again and
 again. Short prompts, and few tokens behind a long prefix, are asked in turns with their graphs and kernel by kernel.
+Long prompts, and a chunk behind a long prefix, are asked in turns with FlashAttention 3 (`fa3`, of the wheel fa3-fwd,
+where the engine takes it) and with torch's own kernels; `attention` is what each of them had.
 
     python benchmarks/engine_gpu.py                       # 8B shape
     python benchmarks/engine_gpu.py --shape qwen3-30b-a3b --batch 1 8 32 128
@@ -56,6 +58,7 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # model type
 }
 AIM_LOOP = 0.03  # of a step: what the engine adds to the replay of its graph
 AIMS = {1: 0.82, 8: 0.78, 32: 0.75, 128: 0.75}  # shares at equal contexts
+AIM_PREFILL = {8192: 226.0}  # ms: 0.98 of what vLLM 0.26 needed on an H100
 WARM_STEPS = 4
 
 
@@ -66,9 +69,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
         bench = Bench(write_config(folder, options.shape), folder, options)
     rows = [bench.decode(name, lengths, rate) for name, lengths in decode_cases(options)]
-    prefill = (
-        {} if options.quick else {f"{count} tokens": bench.prefill(count) for count in (2048, 4096, 8192, 8192 + 7)}
-    )
+    lengths = (40, 70) if options.quick else (2048, 4096, 8192, 8192 + 7, 32768)
+    prefill = {f"{count} tokens": bench.prefill(count) for count in lengths}
+    for count, prefix in ((32, 64),) if options.quick else ((2048, 6144), (2048, 30720), (1024, 30720)):
+        prefill[f"{count} tokens behind {prefix}"] = bench.prefill(count, prefix)
     requests = {
         spread: bench.throughput(4 if options.quick else 64, spread == "spread") for spread in ("equal", "spread")
     }
@@ -86,7 +90,7 @@ def parse() -> argparse.Namespace:
         "--modules", action="store_true", help="transformers' own modules in place of the fused decoder"
     )
     parser.add_argument("--no-graphs", action="store_true", help="every step kernel by kernel")
-    parser.add_argument("--quick", action="store_true", help="batch 1, short contexts, 4 steps, no prefill")
+    parser.add_argument("--quick", action="store_true", help="batch 1, short contexts, 4 steps, short prompts")
     options = parser.parse_args()
     if options.quick:
         options.batch, options.context, options.steps = [1], 40, 4
@@ -173,7 +177,7 @@ class Bench:
         self._shape, self._steps = shape, options.steps
         config = EngineConfig(
             max_batch_size=max([64, *options.batch]) if not options.quick else 4,
-            max_seq_len=1024 if options.quick else 20000,
+            max_seq_len=1024 if options.quick else 33000,
             kv_cache_config=KvCacheConfig(tokens_per_block=32, max_tokens=8192 if options.quick else None),
             load_format="dummy",
             cuda_graph_config=None if options.no_graphs else CudaGraphConfig(),
@@ -231,13 +235,27 @@ class Bench:
         torch.cuda.synchronize()
         return (time.perf_counter() - began) / self._steps
 
-    def prefill(self, num_tokens: int) -> list[float]:
-        """Return ms of three prompts of this length, the first of which the engine has never seen."""
-        times = []
+    def prefill(self, num_tokens: int, num_cached: int = 0) -> dict[str, list[float]]:
+        """Return ms of three such prompts by their attention, in turns; the engine has never seen the first length.
+
+        `num_cached`: tokens before them that are there already.
+        """
+        flash = self._core._parts.forward.flash
+        prefix = self._random.integers(10, 500, num_cached).astype("<i4")
+        if num_cached:
+            self._submit(num_cached, 1, prefix)
+            self._drain()
+        fa3 = flash._fa3
+        ways: dict[str, Any] = ({} if fa3 is None else {"fa3": fa3}) | {"torch": None}
+        found: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(3):
-            self._submit(num_tokens, 1)
-            times.append(round(1e3 * sum(self._drain()[0]), 1))
-        return times
+            for way, taken in ways.items():
+                own = self._random.integers(10, 500, num_tokens).astype("<i4")
+                flash._fa3 = taken
+                self._submit(num_cached + num_tokens, 1, np.concatenate([prefix, own]))
+                found[way].append(round(1e3 * sum(self._drain()[0]), 1))
+        flash._fa3 = fa3
+        return found
 
     def short_prompts(self, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
         """Return ms to the first token, the median of five: with graphs, and kernel by kernel."""
@@ -314,8 +332,9 @@ def report(
     for row in rows:
         figures = f"{row['step_ms']:8.2f} {row['max_ms']:8.2f} {row['floor_ms']:8.2f} {row['share']:6.1%}"
         print(f"{row['case']:28} {figures} {'' if row['replay_ms'] is None else row['replay_ms']:>8}")
-    for what, times in prefill.items():
-        print(f"prefill of {what}: {times} ms")
+    for what, by_attention in prefill.items():
+        told = ", ".join(f"{way} {times}" for way, times in by_attention.items())
+        print(f"prefill of {what}: {told} ms")
     for what, times in short.items():
         print(f"first token of {what}: {times['graph']:.2f} ms, kernel by kernel {times['kernels']:.2f} ms")
     for what, one in requests.items():
@@ -323,6 +342,9 @@ def report(
     found = {"rows": rows, "prefill_ms": prefill, "first_token_ms": short, "requests": requests}
     rates = {"bytes_per_s": rate, "flops_per_s": gemm_rate}
     print(json.dumps({"benchmark": "engine_gpu", "device": name, "options": vars(options), **found, **rates}))
+    for count, most in AIM_PREFILL.items() if torch.cuda.is_available() and options.shape == "8b" else ():
+        median = sorted(next(iter(prefill[f"{count} tokens"].values())))[1]
+        print(f"aim: prefill of {count} tokens {median} ms, {most} asked for: {'ok' if median <= most else 'BELOW'}")
     for row in rows:
         asked = AIMS.get(row["batch"])
         if torch.cuda.is_available() and options.shape == "8b" and asked and row["case"].endswith("equal"):
