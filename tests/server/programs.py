@@ -78,5 +78,6 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/sleep.py": "tests/launch/test_sleep.py",
     "tools/status.py": "tests/launch/test_admin_door.py",
     "tools/soak.py": "tests/server/test_soak.py",
+    "tools/sweep.py": "tests/tools/test_sweep.py",
     "tools/update.py": "tests/server/rolling_turns.py",
 }

@@ -1,0 +1,1 @@
+"""Parts of tools/sweep.py: the matrix, its launches, the loads, the folder of results."""

@@ -1,0 +1,201 @@
+"""The report of a sweep: for each length the fronts of both ways to serve, which is better where, and every cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from bireme.sizing import chart
+from bireme.sizing.pareto import OperatingPoint, front, most_apart
+from bireme.sizing.report import Page, Section, Table, render
+from bireme.sizing.verdict import Way, verdict
+from tools.sweeping.matrix import Matrix, Plan
+from tools.sweeping.results import Run, write
+
+KINDS = ("aggregated", "disaggregated")
+_SOURCES = {"aiperf": "aiperf", "bireme": "bireme's load"}
+
+
+def points_of(runs: Iterable[Run]) -> list[OperatingPoint]:
+    """Return what was measured; a run without a gap between tokens has no place on a front."""
+    found = []
+    for run in runs:
+        if run.figures is not None and run.tokens_per_s_per_gpu is not None and run.figures.tokens_per_s_per_user_p50:
+            name = f"{run.cell.deployment}, {run.cell.pressure}"
+            found.append(OperatingPoint(run.figures.tokens_per_s_per_user_p50, run.tokens_per_s_per_gpu, name))
+    return found
+
+
+def ways_of(runs: Sequence[Run], lengths: str, load: str) -> dict[str, list[OperatingPoint]]:
+    """Return the points of each way to serve that the sweep has."""
+    picked = [run for run in runs if run.cell.lengths == lengths and run.cell.load == load]
+    kinds = [kind for kind in KINDS if any(run.deployment.kind == kind for run in picked)]
+    return {kind: points_of(run for run in picked if run.deployment.kind == kind) for kind in kinds}
+
+
+def sentences(ways: Mapping[str, Sequence[OperatingPoint]], unit: str) -> list[str]:
+    if len(ways) < 2:
+        missing = next(kind for kind in KINDS if kind not in ways)
+        return [f"Nothing {missing} is in this sweep; name such a recipe as well to have both compared."]
+    one, other = (Way(kind, points) for kind, points in ways.items())
+    told = verdict(one, other, unit)
+    if pair := most_apart(front(one.points), front(other.points)):
+        first, second, ratio = pair
+        better, other_point = (first, second) if first.per_gpu >= second.per_gpu else (second, first)
+        told.append(
+            f"Of points next to each other the widest apart: {better.name}, {ratio:.1f}x better than"
+            f" {other_point.name}, at {better.per_user:,.1f} and {other_point.per_user:,.1f} tokens/s a user."
+        )
+    return told
+
+
+def agreement(runs: Sequence[Run], loads: Sequence[str]) -> list[str]:
+    """Return what two loads say of the same cells."""
+    if len(loads) < 2:
+        return []
+    first, second = loads[:2]
+    rates = {
+        load: {
+            (run.cell.deployment, run.cell.lengths, run.cell.pressure): run.figures.tokens_per_s
+            for run in runs
+            if run.cell.load == load and run.figures is not None
+        }
+        for load in (first, second)
+    }
+    both = sorted(rates[first].keys() & rates[second].keys())
+    if not both:
+        return []
+    ratios = [rates[first][key] / rates[second][key] for key in both]
+    return [
+        f"{_SOURCES[first]} saw {min(ratios):.2f} to {max(ratios):.2f} times the tokens/s that {_SOURCES[second]} saw,"
+        f" over {len(both)} cells. {_SOURCES['aiperf']} sends chats as text, {_SOURCES['bireme']} the same number of"
+        " tokens as ids."
+    ]
+
+
+def unit_of(runs: Sequence[Run]) -> str:
+    units = {run.share.unit for run in runs if run.share is not None}
+    return units.pop() if len(units) == 1 else "GPU" if not units else "GPU or worker"
+
+
+def comparison(plan: Plan, runs: Sequence[Run], lengths: str) -> list[str]:
+    """Return which way is better where, as each load has seen it."""
+    by_load = {load: ways_of(runs, lengths, load) for load in plan.matrix.loads}
+    return [f"[{load}] {text}" for load, ways in by_load.items() if ways for text in sentences(ways, unit_of(runs))]
+
+
+def make_page(plan: Plan, runs: Sequence[Run], conditions: Sequence[str]) -> tuple[Page, list[list[chart.FrontPanel]]]:
+    """Return the page, still without pictures, and the panels of each of its sections."""
+    unit, loads = unit_of(runs), plan.matrix.loads
+    sections, panels = [], []
+    for lengths in dict.fromkeys(cell.lengths for cell in plan.cells):
+        by_load = {load: ways_of(runs, lengths, load) for load in loads}
+        prompt, answer = lengths.split("/")
+        told = comparison(plan, runs, lengths)
+        fronts = [
+            [load, kind, point.name, f"{point.per_user:,.1f}", f"{point.per_gpu:,.1f}"]
+            for load, ways in by_load.items()
+            for kind, points in ways.items()
+            for point in front(points)
+        ]
+        columns = ["load", "way", "what runs", "tokens/s a user", f"tokens/s a {unit}"]
+        table = Table("The fronts: nothing measured gives more of both", columns, fronts)
+        title = f"Prompts of {int(prompt):,} tokens, answers of {int(answer):,}"
+        sections.append(Section(title, told, tables=[table]))
+        panels.append([chart.FrontPanel(f"{lengths}, {_SOURCES[load]}", ways) for load, ways in by_load.items()])
+    lead = [*lead_of(plan, runs, unit), *agreement(runs, loads)]
+    return Page("Sweep", lead, [*sections, *_tables(plan, runs, unit, conditions)]), panels
+
+
+def lead_of(plan: Plan, runs: Sequence[Run], unit: str) -> list[str]:
+    num_measured = sum(run.state == "measured" for run in runs)
+    num_failed = sum(run.state == "failed" for run in runs)
+    left = len(plan.cells) - num_measured - num_failed
+    told = [f"{num_measured} of {len(plan.cells)} cells measured, {num_failed} failed, {left} not begun."]
+    if unit != "GPU":
+        told.append("No GPU was used where it says `a worker`: each worker then counts as one GPU would.")
+    return told
+
+
+def _tables(plan: Plan, runs: Sequence[Run], unit: str, conditions: Sequence[str]) -> list[Section]:
+    columns = [
+        "what runs", "tokens", "load", "by", f"tokens/s a {unit}", "tokens/s a user", "tokens/s", f"{unit}s",
+        "requests", "TTFT p50", "p90", "p99 ms", "ITL p50", "p90", "p99 ms", "prompt", "answer",
+    ]  # fmt: skip
+    failed = [[run.cell.deployment, run.cell.lengths, run.cell.pressure, run.cell.load, run.reason] for run in runs
+              if run.state == "failed"]  # fmt: skip
+    deployments = [
+        [
+            one.name,
+            one.kind,
+            ", ".join(f"{count} {stage}" for stage, count in one.workers.items()),
+            " ".join(one.settings),
+        ]
+        for one in plan.deployments
+    ]
+    return [
+        Section("What failed", [] if failed else ["Nothing."], tables=[
+            Table("", ["what runs", "tokens", "load", "by", "reason"], failed),
+        ]),
+        Section("Every cell", tables=[Table("", columns, [_row(run) for run in runs if run.figures is not None])]),
+        Section("What was served", tables=[Table("", ["name", "way", "workers", "settings"], deployments)]),
+        Section("How it was measured", [*conditions, *_method(plan.matrix)]),
+    ]  # fmt: skip
+
+
+def _row(run: Run) -> list[str]:
+    figures, share = run.figures, run.share
+    assert figures is not None and share is not None
+    times = (
+        figures.ttft_p50_ms, figures.ttft_p90_ms, figures.ttft_p99_ms,
+        figures.itl_p50_ms, figures.itl_p90_ms, figures.itl_p99_ms,
+    )  # fmt: skip
+    return [
+        run.cell.deployment, run.cell.lengths, run.cell.pressure, run.tool, _number(run.tokens_per_s_per_gpu),
+        _number(figures.tokens_per_s_per_user_p50), _number(figures.tokens_per_s), str(share.count),
+        str(figures.requests), *(_number(value) for value in times),
+        _number(figures.input_tokens), _number(figures.output_tokens),
+    ]  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _method(matrix: Matrix) -> list[str]:
+    return [
+        "Tokens/s is of all answers, from the first request to the last token. Tokens/s a user is one over the mean gap"
+        " between a request's tokens, of the median request. Tokens/s a GPU is tokens/s over the GPUs that"
+        " the launch's engines use.",
+        "A front keeps the points that no other equals or beats in both. It is read as a staircase: a promise to a"
+        " user is kept by every point that gives as much or more.",
+        f"Of each cell {matrix.requests_per_stream} requests for each one under way were measured, after"
+        f" {matrix.warmup_per_stream} that were not; at a rate, those of {matrix.rate_seconds:g} s. No two cells have"
+        " the same prompts, and no prompt comes twice.",
+    ]
+
+
+def write_report(folder: Path, plan: Plan, runs: Sequence[Run], conditions: Sequence[str]) -> tuple[Path, str]:
+    """Write report.html and, where matplotlib is, report.png; return the page's path, and why there is no picture."""
+    page, panels = make_page(plan, runs, conditions)
+    path, unit, reason = folder / "report.html", unit_of(runs), ""
+    try:
+        if any(points for row in panels for panel in row for points in panel.ways.values()):
+            page = _with_pictures(page, panels, unit)
+            chart.write_png(chart.draw_fronts(panels, unit), folder / "report.png")
+        else:
+            reason = "nothing was measured that a picture could show"
+    except chart.NoPictureError as error:
+        reason = str(error)
+    write(path, render(page).encode())
+    return path, reason
+
+
+def _with_pictures(page: Page, panels: Sequence[Sequence[chart.FrontPanel]], unit: str) -> Page:
+    sections = list(page.sections)
+    for at, row in enumerate(panels):
+        old = sections[at]
+        says = f"Tokens/s a {unit} against tokens/s a user; the table of fronts below has the same values"
+        picture = chart.svg(chart.draw_fronts([row], unit))
+        sections[at] = Section(old.title, old.sentences, picture, says, old.tables)
+    return Page(page.title, page.lead, sections)
