@@ -111,6 +111,7 @@ class TorchEngine(EncodeSide):
             self._thread.join(_STOP_S)
         if self._loaded is not None:
             self._loaded.guides.close()
+            self._loaded.step_times.close()
             if self._loaded.mover is not None:
                 self._loaded.mover.close()
         if self._jobs is not None:

@@ -23,6 +23,8 @@ from bireme.engines.torch.scheduling.disaggregation import TorchExporter, TorchI
 from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.scheduling.parts import Parts
+from bireme.engines.torch.scheduling.step_costs import StepCosts
+from bireme.engines.torch.scheduling.step_times import StepTimesFile
 from bireme.engines.torch.step import Post
 from bireme.engines.torch.weights.checkpoint import eos_token_ids
 from bireme.engines.torch.weights.setup import Setup, settle
@@ -78,6 +80,8 @@ class LoadedEngine:
             setup.limits, manager, sampler, eos_ids, self.guides, pictures.store, pictures.merge_size
         )
         block_bytes = [group.bytes_per_token * store.tokens_per_block for group in store.groups]
+        self.step_times = _open_step_times(setup)
+        costs = StepCosts(self.step_times.read())
         accounts = TorchMetrics(context.metrics, context.worker, block_bytes)
         self.core = EngineCore(
             Parts(
@@ -91,6 +95,7 @@ class LoadedEngine:
                 admission=self.admission,
                 accounts=accounts,
                 guides=self.guides,
+                costs=costs,
                 exporter=TorchExporter(context.transfer, manager, store, post) if context.transfer else None,
                 importer=TorchImporter(context.transfer, manager, store, post) if context.transfer else None,
                 mover=self.mover,
@@ -100,6 +105,7 @@ class LoadedEngine:
         )
         _start_transfer(setup, store)
         setup.findings.keep()
+        self.step_times.start(costs)
         phases.end("rest")
         load_s = sum(phases.seconds.values())
         accounts.started(manager, self.core.scheduler, load_s)
@@ -192,6 +198,13 @@ def _open_mover(setup: Setup, store: KvStore, manager: BlockManager) -> BlockMov
         sizes = [group.bytes_per_token * manager.tokens_per_block for group in store.groups]
         disk = DiskBlocks(folder, [counts[1] for counts in lower], sizes)
     return BlockMover(store, [counts[0] for counts in lower], disk)
+
+
+def _open_step_times(setup: Setup) -> StepTimesFile:
+    context, kept = setup.context, setup.context.findings_path
+    path = kept.with_name(f"{context.worker}.step_times.json") if kept is not None else None
+    weights = weights_id(setup.checkpoint, setup.config.dtype, setup.device)
+    return StepTimesFile(path, setup.device, weights, msgspec.json.encode(setup.config))
 
 
 def _start_transfer(setup: Setup, store: KvStore) -> None:

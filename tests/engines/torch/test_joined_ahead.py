@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from bireme.engines.torch.forward.forward import StepPath
 from bireme.engines.torch.scheduling.pace import StepPace
+from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from tests.engines.torch.host_resident import HostResident
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
 
@@ -57,19 +57,32 @@ def test_one_that_is_aborted_in_the_step_that_it_joined_leaves_nothing(tiny):
         assert engine.manager.num_referenced == 0
 
 
+FEW, MANY = StepWork(8, 0, 800), StepWork(200, 0, 20_000)
+
+
 def test_a_step_is_started_shortly_before_the_one_under_way_ends():
-    pace = StepPace()
-    assert pace.starts_next_at(StepPath.RESIDENT, 8, 5.0) == 0.0  # nothing is known
-    pace.landed(StepPath.RESIDENT, 8, 0.010)
+    pace = StepPace(StepCosts())
+    assert pace.starts_next_at(FEW, 5.0) == 0.0  # nothing is known
+    pace.landed(FEW, 4.0, 4.010)
     pace.started(0.0005)
-    assert pace.starts_next_at(StepPath.RESIDENT, 9, 5.0) == pytest.approx(5.0085)
-    assert pace.starts_next_at(StepPath.RESIDENT, 200, 5.0) == pace.starts_next_at(StepPath.MIXED, 8, 5.0) == 0.0
+    pace.rest()
+    assert pace.starts_next_at(FEW, 5.0) == pytest.approx(5.0085)
+    assert pace.starts_next_at(MANY, 5.0) == pace.starts_next_at(StepWork(8, 64, 800), 5.0) == 0.0
 
 
-def test_an_estimate_follows_quicker_steps_at_once_and_slower_ones_gradually():
-    pace = StepPace()
-    for seconds in (0.010, 0.006, 0.020):
-        pace.landed(StepPath.MIXED, 64, seconds)
-    assert pace.starts_next_at(StepPath.MIXED, 64, 5.0) == pytest.approx(5.0 + 0.006 * 1.02 - 0.001)
-    pace.landed(StepPath.MIXED, 64, 0.001)
-    assert pace.starts_next_at(StepPath.MIXED, 64, 5.0) == 0.0  # too short to wait for anybody
+def test_an_estimate_follows_quicker_steps_at_once():
+    pace = StepPace(StepCosts())
+    for end in (1.010, 1.016, 1.036):  # the first since 1.0, the others since the end before
+        pace.landed(FEW, 1.0, end)
+    assert pace.starts_next_at(FEW, 5.0) == pytest.approx(1.036 + 0.006 - 0.001)
+    pace.landed(FEW, 1.036, 1.037)
+    assert pace.starts_next_at(FEW, 5.0) == 0.0  # too short to wait for anybody
+
+
+def test_steps_whose_ends_nobody_awaits_are_measured_together():
+    costs = StepCosts()
+    pace, chunk = StepPace(costs), StepWork(0, 512, 0)
+    pace.landed(chunk, 1.0, 1.001, is_seen=False)
+    assert not costs.num_landed
+    pace.landed(chunk, 1.001, 1.020)
+    assert costs.num_landed == 2 and costs.usual_s(chunk) == pytest.approx(0.010)

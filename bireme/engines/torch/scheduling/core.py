@@ -21,6 +21,7 @@ from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
+from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.engines.torch.scheduling.step_records import StepRecorder
 from bireme.engines.torch.scheduling.tracing import note_chunks
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
@@ -49,6 +50,7 @@ class _Started:
     batch: list[Sequence]  # in the order of its rows
     flight: Flight
     began_at: float
+    work: StepWork
     scheduled: ScheduledRequests | None  # where steps are recorded
     needs_host: bool = False  # the next step needs what is chosen here
 
@@ -66,7 +68,8 @@ class EngineCore:
         self._started: _Started | None = None
         self._planned: SchedulerOutput | None = None  # for when the step under way had ended
         self._landed_at = 0.0
-        self._pace = StepPace()
+        self._pace = StepPace(parts.costs)
+        self._sees_ends = parts.forward.modules.device.type != "cuda"  # of steps of which nothing is read
 
     @property
     def num_waiting(self) -> int:
@@ -105,8 +108,7 @@ class EngineCore:
         started = self._started
         if started is None or started.needs_host or self.num_waiting:
             return 0.0
-        began_at = max(started.began_at, self._landed_at)
-        return self._pace.starts_next_at(started.path, started.plan.num_tokens, began_at)
+        return self._pace.starts_next_at(started.work, started.began_at)
 
     def take_outputs(self) -> tuple[list[StepOutput], PlainTokens]:
         """Return what has happened since the last call, and forget it."""
@@ -152,6 +154,7 @@ class EngineCore:
         return self.is_empty and self._parts.forward.make_next_graph()
 
     def _rest(self) -> None:
+        self._pace.rest()
         if self._recorder is not None:
             self._recorder.rest()
 
@@ -167,6 +170,7 @@ class EngineCore:
             self._run_resident(plan, began)
         elif (computed := self._compute(plan)) is not None:
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
+            work = StepWork.of(plan)
             sampled = self._sample(computed)
             self._advance(plan)
             now, sequences = time.monotonic(), computed.batch.sampled
@@ -174,6 +178,7 @@ class EngineCore:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
             self._delivery.accept_all(sequences, sampled, now)
             self._parts.accounts.stepped(computed.path, now - began, len(sequences))
+            self._pace.landed(work, began, now, is_seen=bool(sequences) or self._sees_ends)
             if self._recorder is not None and scheduled is not None:
                 self._recorder.stepped(scheduled, computed.path, began)
 
@@ -265,6 +270,7 @@ class EngineCore:
         chosen, sampler = self._parts.forward.resident_for(plan), self._parts.sampler
         assert chosen is not None
         path, resident = chosen
+        work = StepWork.of(plan)
         flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
         batch = plan.sampled
@@ -273,12 +279,12 @@ class EngineCore:
             or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
             or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
         )
-        return _Started(path, plan, batch, flight, began, scheduled, needs_host)
+        return _Started(path, plan, batch, flight, began, work, scheduled, needs_host)
 
     def _land(self, started: _Started) -> None:
         """Read the tokens of a step and deliver them."""
         running = [row for row, sequence in enumerate(started.batch) if sequence.state is SequenceStatus.RUNNING]
-        plan, num_tokens, sampled = started.plan, started.plan.num_tokens, self._chosen(started, running)
+        plan, sampled = started.plan, self._chosen(started, running)
         plan.keep_running()
         self._advance(plan)
         now = time.monotonic()
@@ -287,7 +293,7 @@ class EngineCore:
         self._delivery.accept_all(started.batch, sampled, now)
         seconds = now - max(started.began_at, self._landed_at)
         self._parts.accounts.stepped(started.path, seconds, len(running))
-        self._pace.landed(started.path, num_tokens, seconds)
+        self._pace.landed(started.work, started.began_at, now)
         if self._recorder is not None and started.scheduled is not None:
             self._recorder.stepped(started.scheduled, started.path, started.began_at)
         self._landed_at = now

@@ -13,6 +13,7 @@ from bireme.engines.torch.scheduling.admission import Admission
 from bireme.engines.torch.scheduling.disaggregation import TorchExporter, TorchImporter
 from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
+from bireme.engines.torch.scheduling.step_costs import StepCosts
 from bireme.engines.torch.step import Post
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.kv.wire.step_records import StepRing
@@ -32,6 +33,7 @@ class Parts:
     admission: Admission
     accounts: TorchMetrics
     guides: TorchGuides
+    costs: StepCosts
     exporter: TorchExporter | None = None
     importer: TorchImporter | None = None
     mover: BlockMover | None = None  # where blocks have tiers below the device
