@@ -88,6 +88,14 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
             trtllm=Rule("refused", "TensorRT-LLM lets none rest; set frontend.batches.max_beside_live in recipe.yaml")
         ),
     ] = 0.1
+    # A step that running streams take part in takes no more of prompts than lets it end in that time; 0: no bound
+    max_stream_gap_ms: Annotated[
+        Duration,
+        Engines(
+            trtllm=Rule("refused", "TensorRT-LLM knows no such bound; remove it, and lower max_num_tokens", (0.0,)),
+            mocker=Rule("refused", "the mocker's steps take what `mocker` says; remove it", (0.0,)),
+        ),
+    ] = 0.0
 
 
 class CudaGraphConfig(Settings, frozen=True, kw_only=True):

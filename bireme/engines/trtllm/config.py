@@ -35,6 +35,7 @@ OWN: tuple[Path, ...] = (
     ("scheduler_config", "max_queue_size"),
     ("scheduler_config", "max_queue_time_s"),
     ("scheduler_config", "best_effort_share"),
+    ("scheduler_config", "max_stream_gap_ms"),
     ("guided_decoding_config",),
     *(("multimodal_config", name) for name in MultimodalConfig.__struct_fields__),
     ("mocker",),

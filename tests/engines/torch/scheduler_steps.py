@@ -7,6 +7,7 @@ from typing import Any
 from bireme.disagg import DisaggregatedParams
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.scheduling.scheduler import Scheduler
+from bireme.engines.torch.scheduling.step_costs import StepCosts
 from bireme.engines.torch.step import SchedulerOutput, Sequence
 from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
 from bireme.messages import EngineRequest, SamplingParams
@@ -24,6 +25,7 @@ class Steps:
         num_blocks: int = 40_000,
         share: float = 0.1,
         enable_reuse: bool = False,
+        costs: StepCosts | None = None,
         **limits: Any,
     ) -> None:
         self.manager = BlockManager([GroupSpec(0, num_blocks)], 4, model="m", enable_reuse=enable_reuse)
@@ -31,7 +33,7 @@ class Steps:
         known |= {"tokens_per_block": 4, "enable_chunked_prefill": True, "max_logprob_rows": 64, "max_queue_size": 64}
         known |= {"max_queue_time_s": 0.0, "best_effort_share": share, "may_preempt": may_preempt}
         self.now = 100.0
-        self.scheduler = Scheduler(self.manager, EngineLimits(**(known | limits)), lambda: self.now)
+        self.scheduler = Scheduler(self.manager, EngineLimits(**(known | limits)), lambda: self.now, costs)
         self.num_added = 0
 
     def add(self, num_prompt: int = 4, max_tokens: int = 2_000, priority: float = 0.5) -> Sequence:

@@ -42,6 +42,7 @@ def test_dotted_keys_are_in_the_contract(page):
     own = (
         "scheduler_config.max_queue_size",
         "scheduler_config.best_effort_share",
+        "scheduler_config.max_stream_gap_ms",
         "moe_config.load_balancer.num_slots",
     )
     blocks = [f"{name}." for name in contract.fields("LlmArgs") if name.endswith("_config")]

@@ -58,7 +58,7 @@ class _Started:
 class EngineCore:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.scheduler = Scheduler(parts.manager, parts.limits)
+        self.scheduler = Scheduler(parts.manager, parts.limits, costs=parts.costs)
         self.requests = OpenRequests(parts, self.scheduler)
         self._delivery = TokenDelivery(parts, self.scheduler, self.requests)
         self._arrivals = Arrivals(parts, self.scheduler, self.requests, self._delivery)

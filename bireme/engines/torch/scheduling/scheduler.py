@@ -5,6 +5,9 @@ not fit stops the queue, so that none starves. GUARANTEED_NO_EVICT admits a requ
 MAX_UTILIZATION reserves the tokens it has and, when decode runs out of blocks, preempts from the lowest rank: the
 request goes back to the queue and is computed again.
 
+With scheduler_config.max_stream_gap_ms a step that has decodes takes no more of prompts than lets it end in that time
+(stream_gap.py); a prompt has at least a small chunk of each step.
+
 Best-effort requests (best_effort.py) come after all others, in what is left of a step or not at all; then they keep
 their blocks and go on later. They are preempted for a request that finds no place.
 """
@@ -16,6 +19,8 @@ from collections.abc import Callable
 
 from bireme.best_effort import BestEffortShare
 from bireme.engines.torch.geometry import EngineLimits
+from bireme.engines.torch.scheduling.step_costs import StepCosts
+from bireme.engines.torch.scheduling.stream_gap import StreamGap
 from bireme.engines.torch.scheduling.waiting import WaitingQueue
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
 from bireme.kv.blocks.block_manager import BlockManager
@@ -23,8 +28,13 @@ from bireme.kv.blocks.block_manager import BlockManager
 
 class Scheduler:
     def __init__(
-        self, manager: BlockManager, limits: EngineLimits, clock: Callable[[], float] = time.monotonic
+        self,
+        manager: BlockManager,
+        limits: EngineLimits,
+        clock: Callable[[], float] = time.monotonic,
+        costs: StepCosts | None = None,
     ) -> None:
+        """`costs`: what steps take, for limits.max_stream_gap_s."""
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # RUNNING and IMPORTING, in order of admission
         self.num_preemptions = 0
@@ -34,6 +44,7 @@ class Scheduler:
         self._manager = manager
         self._limits = limits
         self._clock = clock
+        self._gap = StreamGap(costs, limits.max_stream_gap_s) if costs is not None and limits.max_stream_gap_s else None
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
         self._refused = (-1, -1)  # head of the queue and `num_released` when it did not fit
 
@@ -175,21 +186,22 @@ class Scheduler:
             plan.budget -= 1
 
     def _plan_chunk(self, sequence: Sequence, plan: SchedulerOutput) -> None:
-        count = self._chunk(sequence, plan.budget)
+        count = self._chunk(sequence, plan)
         self.num_prefill_tokens += sequence.num_pending - count
         if count and self._make_room(sequence, sequence.computed + count):
             plan.chunks.append((sequence, count))
             plan.budget -= count
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
+    def _chunk(self, sequence: Sequence, plan: SchedulerOutput) -> int:
         """Return how many tokens of a prefill fit into the rest of the step; 0: none."""
-        pending = sequence.num_pending
+        pending, budget = sequence.num_pending, plan.budget
         # Without chunking a prompt waits for a step that takes it whole; a preempted one may be longer.
         if not self._limits.enable_chunked_prefill and budget < pending <= self._limits.max_num_tokens:
             return 0
         if sequence.wants_prompt_logprobs:  # all its logits are kept: chunks bound their memory
             budget = min(budget, self._limits.max_logprob_rows)
-        return min(budget, pending)
+        count = min(budget, pending)
+        return count if self._gap is None else self._gap.most_tokens(plan, sequence.computed, count)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow, preempting lower ranks if need be. False: it was preempted itself, or must wait."""
@@ -270,7 +282,7 @@ class Scheduler:
         elif is_import:
             head.state = SequenceStatus.IMPORTING
             plan.imports.append(head)
-        elif count := self._chunk(head, plan.budget):
+        elif count := self._chunk(head, plan):
             head.state = SequenceStatus.RUNNING
             manager.grow(head.table, head.computed + count, head.computed)
             self._place(head, count, plan)

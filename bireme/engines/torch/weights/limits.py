@@ -32,6 +32,11 @@ def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:
             " one token of each request; raise the one or lower the other"
         )
     scheduler, size = config.scheduler_config, config.kv_cache_config.tokens_per_block
+    if scheduler.max_stream_gap_ms and not config.enable_chunked_prefill:
+        raise ConfigError(
+            f"scheduler_config.max_stream_gap_ms: {scheduler.max_stream_gap_ms:g} needs prompts in parts, and"
+            " enable_chunked_prefill is false; set that to true, or remove the bound"
+        )
     if size < 1:
         raise ConfigError(f"kv_cache_config.tokens_per_block: {size}; at least 1, e.g. 32")
     return EngineLimits(
@@ -46,6 +51,7 @@ def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:
         max_queue_size=_at_least_one("scheduler_config.max_queue_size", scheduler.max_queue_size, 1),
         max_queue_time_s=scheduler.max_queue_time_s,
         best_effort_share=scheduler.best_effort_share,
+        max_stream_gap_s=scheduler.max_stream_gap_ms / 1e3,
         overlaps=not config.disable_overlap_scheduler,
     )
 
