@@ -2,14 +2,17 @@
 
 An engine with its thread in this process, on random weights (bf16) of a known model's shape, without a server. Two
 loads, each in turns with MixedSteps, without (`kernels`: every step that has a prompt is launched kernel by kernel, and
-none is started while its tokens are not known) and with the next step started as soon as it can be (`at_once`):
+none is started while its tokens are not known), with the next step started as soon as it can be (`at_once`), and with
+a bound on streams' gaps (`bounded`: scheduler_config.max_stream_gap_ms is `--gap`):
 
 * `join`: streams run, and one prompt of so many tokens comes at a random moment of a step. Told are the prompt's first
   token, and the longest gap that a stream has from just before it came until its first token.
 * `arrivals`: Poisson, lengths as chats have them (lognormal, mean 235 in and 200 out). Told are TTFT, time per output
-  token (TPOT: of a request's tokens after the first), gaps between tokens of a stream, tokens/s.
+  token (TPOT: of a request's tokens after the first), gaps between tokens of a stream, tokens/s. With `--long-share`
+  some prompts have `--long` tokens.
 
     python benchmarks/arrivals_gpu.py                      # 8B shape, 8, 20 and 30 requests/s
+    python benchmarks/arrivals_gpu.py --ways bounded mixed --gap 20 --long-share 0.1 --long 4000 --rates 30
     python benchmarks/arrivals_gpu.py --shape tiny --quick  # also without a GPU, to see that it runs
 
 The table comes first, then one line of JSON, then the aims.
@@ -32,18 +35,19 @@ import torch
 
 from benchmarks.engine_gpu import SHAPES, write_config
 from benchmarks.options import numbers
-from bireme.config import EngineConfig, KvCacheConfig, Limits
+from bireme.config import EngineConfig, KvCacheConfig, Limits, SchedulerConfig
 from bireme.engines.base import EngineContext, PlainTokens, RequestKey, StepOutput
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.engine import TorchEngine
-from bireme.engines.torch.forward.forward import StepPath
 from bireme.engines.torch.scheduling.pace import StepPace
+from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry
 
 AIM_JOIN_128 = 19.5  # ms to the first token of 128 tokens that join 64 streams of the 8B shape
 AIM_TPOT = {8.0: 6.89, 20.0: 7.82, 30.0: 8.98}  # ms: what vLLM 0.26 needed in process on an H100
-WAYS = ("mixed", "at_once", "kernels")
+AIM_OVER_GAP = 1.1  # the 99th percentile of streams' gaps, of the bound asked for
+WAYS = ("mixed", "at_once", "kernels", "bounded")
 _WAIT_S = 120.0
 
 
@@ -64,7 +68,7 @@ class Asked:
 
 
 class NoPace(StepPace):
-    def starts_next_at(self, path: StepPath, num_rows: int, began_at: float) -> float:
+    def starts_next_at(self, work: StepWork, began_at: float) -> float:
         return 0.0
 
 
@@ -76,6 +80,7 @@ class Running:
             max_batch_size=8 if options.quick else 256,
             max_seq_len=1024 if options.quick else 20000,
             kv_cache_config=KvCacheConfig(tokens_per_block=32, max_tokens=8192 if options.quick else None),
+            scheduler_config=SchedulerConfig(max_stream_gap_ms=options.gap),
             load_format="dummy",
         )
         self.asked: dict[RequestKey, Asked] = {}
@@ -89,13 +94,15 @@ class Running:
         loaded = self._engine._loaded
         assert loaded is not None
         self._core, self._forward = loaded.core, loaded.core._parts.forward
-        self._mixed = self._forward.mixed
+        self._mixed, self._gap = self._forward.mixed, self._core.scheduler._gap
         self._post(lambda: self._prepare(loaded.core))
 
     def use(self, way: str) -> None:
         def change() -> None:
             self._forward.mixed = None if way == "kernels" else self._mixed
-            self._core._pace = NoPace() if way == "at_once" else StepPace()
+            costs = self._core._parts.costs
+            self._core._pace = NoPace(costs) if way == "at_once" else StepPace(costs)
+            self._core.scheduler._gap = self._gap if way == "bounded" else None
 
         self._post(change)
 
@@ -167,13 +174,15 @@ def join(engine: Running, num_streams: int, context: int, lengths: Sequence[int]
     return rows
 
 
-def arrivals(engine: Running, rate: float, seconds: float, scale: float) -> dict[str, Any]:
+def arrivals(engine: Running, rate: float, options: argparse.Namespace) -> dict[str, Any]:
     """Return what requests at this rate see; those of the first and last second are load, not measured."""
     random, asked, began = np.random.default_rng(int(rate)), [], time.perf_counter()
+    seconds, scale, others = options.seconds, 0.05 if options.quick else 1.0, np.random.default_rng(1)
     at, moments = 0.0, []
     while (at := at + random.exponential(1 / rate)) < seconds:
         lengths = (random.lognormal(np.log(235 * scale) - 0.32, 0.8), random.lognormal(np.log(200 * scale) - 0.32, 0.8))
-        moments.append((at, *(int(min(max(one, 4), 1500 * scale)) for one in lengths)))
+        inputs, outputs = (int(min(max(one, 4), 1500 * scale)) for one in lengths)
+        moments.append((at, options.long if others.random() < options.long_share else inputs, outputs))
     for at, inputs, outputs in moments:
         time.sleep(max(0.0, began + at - time.perf_counter()))
         asked.append(engine.submit(inputs, outputs))
@@ -204,7 +213,7 @@ def main() -> None:
         for rate in options.rates:
             for way in options.ways:
                 engine.use(way)
-                loads[way].append(arrivals(engine, rate, options.seconds, 0.05 if options.quick else 1.0))
+                loads[way].append(arrivals(engine, rate, options))
         engine.stop()
     report(joins, loads, options)
 
@@ -235,8 +244,10 @@ def report(joins: dict[str, Any], loads: dict[str, list[dict[str, Any]]], option
             if row["tokens"] == 128 and options.streams == 64:
                 aim("first token of 128 tokens that join 64 streams, ms", row["ttft_ms"], AIM_JOIN_128)
         for cell in loads["mixed"]:
-            if cell["rate"] in AIM_TPOT:
+            if cell["rate"] in AIM_TPOT and not options.long_share:
                 aim(f"TPOT p50 at {cell['rate']:g} requests/s, ms", cell["tpot_p50_ms"], AIM_TPOT[cell["rate"]])
+    for cell in loads.get("bounded", ()) if torch.cuda.is_available() else ():
+        aim(f"gap p99 at {cell['rate']:g} requests/s, ms", cell["gap_p99_ms"], AIM_OVER_GAP * options.gap)
 
 
 def quantiles(cell: dict[str, Any], what: str) -> str:
@@ -267,12 +278,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=300, help="tokens of each stream's prompt")
     parser.add_argument("--lengths", type=numbers(int), default=[16, 64, 128, 256, 512, 1024])
     parser.add_argument("--rounds", type=int, default=12, help="prompts of each length")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=None, help="bounded: with --gap alone")
+    parser.add_argument("--gap", type=float, default=0.0, help="ms that a bound on streams' gaps asks for; 0: none")
+    parser.add_argument("--long-share", type=float, default=0.0, help="of arrivals' prompts that are long")
+    parser.add_argument("--long", type=int, default=4000, help="tokens of these")
     parser.add_argument("--quick", action="store_true", help="few streams and short ones, no figures worth having")
     options = parser.parse_args()
     if options.quick:
         options.streams, options.context, options.lengths, options.rounds = 2, 20, [8], 2
-        options.rates, options.seconds = [4.0], 3.0
+        options.rates, options.seconds, options.long = [4.0], 3.0, min(options.long, 400)
+    if options.ways is None:
+        options.ways = [way for way in WAYS if way != "bounded" or options.gap]
+    if "bounded" in options.ways and not options.gap:
+        parser.error("--ways bounded needs --gap, in milliseconds, e.g. --gap 20")
     return options
 
 
