@@ -1,9 +1,9 @@
 """What the engine's steps take, learned from those that have ended; pace, budget of prompts and load reports read it.
 
-A step's work is counted in four numbers. Steps of about as much work (each number within a power of two) share a cell,
-which keeps how the last of them compared with a simple form: a constant, and so much for each row, prompt token, token
-of context and look of a prompt's token at its context, none less than zero. The form is fitted to the cells. Between
-cells their comparisons are interpolated; where none is near, the form alone says what a step takes.
+A step's work is counted in four numbers. Steps of about as much work (each number within a power of two) share a cell.
+It keeps how the last of them compared with a simple form: a constant, and so much for each row, prompt token, token of
+context, and look of a prompt's token at its context. None is less than zero, and the form is fitted to the cells.
+Between cells their comparisons are interpolated; where none is near, the form alone says what a step takes.
 """
 
 from __future__ import annotations
