@@ -79,11 +79,17 @@ def test_numba_is_loaded_for_pictures_and_not_for_text_alone(imported):
     assert "bireme.engines.torch.loading" in imported and "numba" not in imported
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision imports the compiler")
+without_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is not None, reason="torchvision imports the compiler"
+)
+
+
+@without_torchvision
 def test_a_started_engine_has_imported_neither_compiler_nor_distributed_tensors_nor_symbols(imported):
     assert not LEFT_OUT & imported
 
 
+@without_torchvision
 def test_more_than_a_mark_gets_the_real_compiler(said):
     assert said[-2:] == [[True, False], [True, False]]
 

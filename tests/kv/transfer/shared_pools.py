@@ -237,6 +237,7 @@ class CudaPool(_Pool):
 
         from bireme.engines.torch.geometry import LayerGeometry
         from bireme.engines.torch.pools.kv_store import KvStore, group_layers
+        from bireme.engines.torch.pools.row_copies import RowCopies
 
         super().__init__()
         self._lock = threading.Lock()  # the copier puts FREED into rows
@@ -244,6 +245,8 @@ class CudaPool(_Pool):
         geometry = [LayerGeometry(1, size, size, window, torch.float32, ()) for size, window in shapes]
         blocks = NUM_ROWS // SIZE
         self.store = KvStore(geometry, group_layers(geometry), [blocks, blocks], SIZE, torch.device("cuda", 0))
+        # The store's own are the copier's alone: they have one room on the GPU.
+        self._copies = RowCopies(self.store._all_tensors, self.store.device)
         for group in range(2):
             self.put(group, np.arange(NUM_ROWS), 255)
 
@@ -254,11 +257,11 @@ class CudaPool(_Pool):
         parts = np.split(whole, np.cumsum(widths)[:-1], axis=1)
         data = memoryview(np.concatenate([part.reshape(-1) for part in parts]))  # type: ignore[arg-type]
         with self._lock:
-            self.store.write(group, rows, data)
+            self._copies.write(group, rows, data, None)  # type: ignore[arg-type]
 
     def get(self, group: int, rows: np.ndarray) -> np.ndarray:
         widths = [region.row_bytes for region in self.store.regions[group]]
         with self._lock:
-            data = np.frombuffer(self.store.read(group, rows), np.uint8).copy()
+            data = np.frombuffer(self._copies.read(group, rows, None), np.uint8).copy()
         parts = np.split(data, np.cumsum(widths)[:-1] * len(rows))
         return np.concatenate([part.reshape(len(rows), -1) for part in parts], axis=1)
