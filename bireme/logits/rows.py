@@ -68,8 +68,9 @@ class Row:
     """One sequence: its parameters in the sampler's form, and history where needed."""
 
     __slots__ = (
-        *("_banned_always", "_banned_sequences", "_is_edited", "_min_tokens", "_stop_ids", "bias_ids", "bias_values"),
-        *("counts", "frequency", "guidance", "history", "is_plain", "is_simple", "mark", "min_p", "num_output"),
+        *("_banned_always", "_banned_sequences", "_is_always_edited", "_min_tokens", "_stop_ids", "bias_ids"),
+        *("bias_values", "counts", "frequency", "guidance", "history", "is_edited", "is_plain", "is_simple", "mark"),
+        *("min_p", "num_output"),
         *("num_top", "presence", "processors", "repetition", "seed", "temperature", "top_k", "top_p"),
     )
 
@@ -94,9 +95,7 @@ class Row:
         self._take_bans(params, eos_ids)
         wants_history = self._banned_sequences or self.processors
         self.history: list[int] | None = list(prompt_ids) if wants_history else None
-        self._is_edited = bool(
-            self.counts or len(self.bias_ids) or len(self._banned_always) or self._min_tokens or wants_history
-        )
+        self._is_always_edited = bool(self.counts or len(self.bias_ids) or len(self._banned_always) or wants_history)
         self.guidance: Guidance | None = None
         for token in output_ids:
             self.append(token)
@@ -113,10 +112,11 @@ class Row:
         self.seed = params.seed or 0
 
     def _set_kind(self) -> None:
-        is_edited = self._is_edited or (self.guidance is not None and not self.guidance.is_free)
-        self.is_plain = not (self.temperature or is_edited)
+        is_guided = self.guidance is not None and not self.guidance.is_free
+        self.is_edited = self._is_always_edited or is_guided or self.num_output < self._min_tokens
+        self.is_plain = not (self.temperature or self.is_edited)
         # Its next token depends on logits, temperature, top-k, top-p, min-p, seed and position alone.
-        self.is_simple = not (is_edited or self.num_top is not None)
+        self.is_simple = not (self.is_edited or self.num_top is not None)
 
     def _take_penalties(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
@@ -151,8 +151,9 @@ class Row:
         """Raises RequestError when the guide does not allow it."""
         if self.guidance is not None:
             self.guidance.accept(token)
-            self._set_kind()
         self.num_output += 1
+        if self.guidance is not None or self.num_output == self._min_tokens:
+            self._set_kind()
         if self.counts is not None:
             self.counts.generate(token)
         if self.history is not None:

@@ -28,6 +28,7 @@ from bireme.logits.logprobs import token_logprobs
 from bireme.logits.random import draw_key
 from bireme.logits.registry import create
 from bireme.logits.rows import Row
+from bireme.logits.sending import send
 from bireme.messages import SamplingParams, TokenLogprobs
 from bireme.own_work import NO_MARK
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 Key = TypeVar("Key", bound=Hashable)
 DrawRows = Callable[["torch.Tensor", Sequence[Row]], list[int]]  # float32 (rows, vocab), finite maxima
 NO_TOKEN = -1  # in place of the token of a failed row
+NOTHING_LEFT = -2  # of a row whose own edits leave no token a finite score
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Sampler(Generic[Key]):
         `draw`: of rows on the device, as `filters.draw_row`; None: they are copied to the CPU.
         """
         self._mark = mark
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._max_processor_s = max_processor_s
         self._device = device
         self._is_cpu = str(device).startswith("cpu")
@@ -92,7 +94,7 @@ class Sampler(Generic[Key]):
         if params.logits_processors:
             with (mark := self._mark(key)):
                 processors = self._processors(params, str(key), len(prompt_ids), eos_ids)
-        self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self._vocab_size, processors, guidance, mark)
+        self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self.vocab_size, processors, guidance, mark)
 
     def remove(self, key: Key) -> None:
         self._rows.pop(key, None)
@@ -101,16 +103,23 @@ class Sampler(Generic[Key]):
         return self._rows[key]
 
     def accept(self, key: Key, token: int) -> None:
-        """Add a token that was chosen elsewhere, for a simple row. Raises BiremeError for NO_TOKEN."""
+        """Add a token that was chosen elsewhere. Raises BiremeError for none, or one that a guide denies."""
         row = self._rows[key]
-        if token == NO_TOKEN:
-            raise _why_unusable(row)
+        if token in (NO_TOKEN, NOTHING_LEFT):
+            raise _why_unusable(row, is_own=token == NOTHING_LEFT)
         row.append(token)
+
+    def edit(self, logits: torch.Tensor, keys: Sequence[Key]) -> dict[int, BiremeError]:
+        """Change float32 logits (rows, vocab) as the sequences ask; return why a row has no token.
+
+        Waits for no GPU, unless their own processors do.
+        """
+        return self._change(logits, [self._rows[key] for key in keys])
 
     def sample(self, logits: torch.Tensor, keys: Sequence[Key]) -> Sampled:
         """Choose one token a row of `logits` (rows, vocab), any float dtype, unchanged."""
-        if logits.size(1) > self._vocab_size:  # heads may be padded
-            logits = logits[:, : self._vocab_size]
+        if logits.size(1) > self.vocab_size:  # heads may be padded
+            logits = logits[:, : self.vocab_size]
         rows = [self._rows[key] for key in keys]
         tokens = [NO_TOKEN] * len(rows)
         errors: dict[int, BiremeError] = {}
@@ -125,14 +134,14 @@ class Sampler(Generic[Key]):
 
     def prompt_logprobs(self, logits: torch.Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
         """Return, for each row, the log probability of the token that followed, and the k likeliest."""
-        return token_logprobs(logits[:, : self._vocab_size], next_ids, k)
+        return token_logprobs(logits[:, : self.vocab_size], next_ids, k)
 
     def _processors(
         self, params: SamplingParams, request_id: str, num_prompt: int, eos_ids: Sequence[int]
     ) -> list[BaseLogitsProcessor]:
         if not params.logits_processors:
             return []
-        context = ProcessorContext(request_id, self._vocab_size, num_prompt, tuple(eos_ids))
+        context = ProcessorContext(request_id, self.vocab_size, num_prompt, tuple(eos_ids))
         return create(params.logits_processors, context)
 
     def _argmax(self, logits: torch.Tensor, at: list[int], tokens: list[int]) -> None:
@@ -154,8 +163,16 @@ class Sampler(Generic[Key]):
         self, work: torch.Tensor, rows: list[Row], at: list[int], tokens: list[int], errors: dict[int, BiremeError]
     ) -> None:
         """Edit the float32 copy `work` (rows, vocab) and choose from it."""
+        errors.update((at[index], error) for index, error in self._change(work, rows).items())
+        self._argmax(work, at, tokens)
+        drawn = [i for i, row in enumerate(rows) if row.temperature and tokens[at[i]] != NO_TOKEN]
+        if drawn:
+            self._draw(work, drawn, rows, at, tokens)
+
+    def _change(self, work: torch.Tensor, rows: list[Row]) -> dict[int, BiremeError]:
+        errors: dict[int, BiremeError] = {}
         guided = [index for index, row in enumerate(rows) if row.guidance is not None and not row.guidance.is_free]
-        bitmask = self._fill(guided, rows, at, errors)  # first: a complete guide overrides min_tokens
+        bitmask = self._fill(guided, rows, errors)  # first: a complete guide overrides min_tokens
         self._edit(work, rows)
         for index, row in enumerate(rows):
             if row.processors:
@@ -163,14 +180,11 @@ class Sampler(Generic[Key]):
                     with row.mark:
                         self._run_processors(row, work[index])
                 except BiremeError as error:
-                    errors[at[index]] = error
+                    errors[index] = error
                     work[index].fill_(float("nan"))
         if guided:
             apply(work, bitmask, guided)
-        self._argmax(work, at, tokens)
-        drawn = [i for i, row in enumerate(rows) if row.temperature and tokens[at[i]] != NO_TOKEN]
-        if drawn:
-            self._draw(work, drawn, rows, at, tokens)
+        return errors
 
     def _run_processors(self, row: Row, logits_V: torch.Tensor) -> None:
         began = time.thread_time()
@@ -182,18 +196,18 @@ class Sampler(Generic[Key]):
                     f" {self._max_processor_s * 1e3:g}; send fewer or simpler ones"
                 )
 
-    def _fill(self, guided: list[int], rows: list[Row], at: list[int], errors: dict[int, BiremeError]) -> Bitmask:
-        bitmask = allocate(len(guided), self._vocab_size)
+    def _fill(self, guided: list[int], rows: list[Row], errors: dict[int, BiremeError]) -> Bitmask:
+        bitmask = allocate(len(guided), self.vocab_size)
         for position, index in enumerate(guided):
             guidance = rows[index].guidance
             assert guidance is not None
             try:
                 guidance.fill(bitmask, position)
             except BiremeError as error:
-                errors[at[index]] = error
+                errors[index] = error
                 bitmask[position] = 0
             except Exception as error:  # of its matcher: only this request ends
-                errors[at[index]] = BiremeError(f"guided_decoding: {type(error).__name__}: {error}")
+                errors[index] = BiremeError(f"guided_decoding: {type(error).__name__}: {error}")
                 bitmask[position] = 0
         return bitmask
 
@@ -237,12 +251,12 @@ class Sampler(Generic[Key]):
             tokens[at[i]] = token
 
     def _places(self, ids: list[tuple[int, Any]]) -> torch.Tensor:
-        return self._tensor(np.concatenate([tokens + i * self._vocab_size for i, tokens in ids]))
+        return self._tensor(np.concatenate([tokens + i * self.vocab_size for i, tokens in ids]))
 
     def _tensor(self, array: Any) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(array).to(self._device)
+        return send(array, torch.device(self._device))
 
 
 def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -252,7 +266,7 @@ def _pick(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
 def _append(logits: torch.Tensor, rows: list[Row], tokens: list[int], errors: dict[int, BiremeError]) -> None:
     for at, token in enumerate(tokens):
         if token == NO_TOKEN:
-            errors.setdefault(at, _why_unusable(rows[at], logits[at]))
+            errors.setdefault(at, _why_unusable(rows[at], is_own=_is_usable(float(logits[at].max()))))
             continue
         try:
             rows[at].append(token)
@@ -260,9 +274,9 @@ def _append(logits: torch.Tensor, rows: list[Row], tokens: list[int], errors: di
             errors[at], tokens[at] = error, NO_TOKEN
 
 
-def _why_unusable(row: Row, logits_V: torch.Tensor | None = None) -> BiremeError:
-    """`logits_V`: the model's own; None: the row changes nothing in them."""
-    if logits_V is None or not _is_usable(float(logits_V.max())):
+def _why_unusable(row: Row, is_own: bool) -> BiremeError:
+    """`is_own`: the model's own logits are finite."""
+    if not is_own:
         return BiremeError("the model's logits are not finite; check the weights and the dtype")
     if row.guidance is not None and not row.guidance.is_free:
         return RequestError(

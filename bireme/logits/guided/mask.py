@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bireme.logits.guided.guidance import Bitmask
+from bireme.logits.sending import send
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,8 @@ def apply(logits: torch.Tensor, bitmask: Bitmask, rows: list[int]) -> None:
         for position, row in enumerate(rows):  # in place: a gather would copy every row twice
             logits[row].masked_fill_(denied[position], float("-inf"))
         return
-    words = torch.from_numpy(bitmask).to(logits.device, non_blocking=True)
+    words = send(bitmask, logits.device)
     shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
     denied = ((words.unsqueeze(-1) >> shifts) & 1).view(len(rows), -1)[:, :vocab_size] == 0
-    where = torch.tensor(rows, device=logits.device)
+    where = send(np.array(rows), logits.device)
     logits[where] = logits[where].masked_fill(denied, float("-inf"))

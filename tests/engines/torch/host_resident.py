@@ -4,6 +4,7 @@ asks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,32 @@ from bireme.engines.torch.step import Sequence as Request
 from bireme.logits import filters
 from bireme.logits.random import draw_key
 from bireme.logits.rows import Row
+from bireme.logits.sampler import NOTHING_LEFT
 
 
 @dataclass
 class Flight:
     logits: torch.Tensor  # until the next step is started
     tokens: list[int]
+    owner: HostResident
+    batch: list[Request]
+    row_of: Callable[[Request], Row]
+    ahead: int
+
+    def choose_again(self, edited: torch.Tensor, drawn: Any) -> None:
+        for logits_V, at in zip(edited, drawn[:, 2].tolist(), strict=True):
+            one = self.batch[at]
+            assert not self.tokens[at] < 0 and (one.slot, len(one.tokens) - 1) == tuple(drawn[drawn[:, 2] == at][0, :2])
+            is_usable = float(logits_V.max()) > -math.inf
+            self.tokens[at] = _drawn(logits_V, self.row_of(one), 0) if is_usable else NOTHING_LEFT
+            self.owner.last[one.key] = max(0, self.tokens[at])
+        self.owner.num_chosen_again += self.ahead
+
+    def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self.tokens)[rows].clamp(min=0)
+
+    def send(self) -> None:
+        pass
 
     def read(self) -> list[int]:
         return list(self.tokens)
@@ -36,8 +57,9 @@ class HostResident:
         self.num_ahead = 0  # steps that were started before the tokens of the one before were read
         self.num_joined = 0  # of these, those with a prompt
         self._parts = parts
+        self.num_chosen_again = 0  # of them, those with rows whose tokens were chosen from edited logits
+        self.last: dict[Any, int] = {}
         self._flight: Flight | None = None
-        self._last: dict[Any, int] = {}
 
     @classmethod
     def put_into(cls, parts: Parts) -> HostResident:
@@ -55,7 +77,7 @@ class HostResident:
         self.num_joined += bool(ahead and plan.chunks)
         computed = [sequence.computed for sequence in plan.decodes]
         for sequence in plan.decodes if ahead else ():
-            sequence.tokens.append(self._last[sequence.key])
+            sequence.tokens.append(self.last[sequence.key])
             sequence.computed = len(sequence.tokens) - 1
         logits, batch = self._parts.forward.run(plan).logits.clone(), plan.sampled
         for sequence, before in zip(plan.decodes if ahead else (), computed, strict=False):
@@ -63,8 +85,8 @@ class HostResident:
             sequence.computed = before
         num_ahead = len(plan.decodes) if ahead else 0
         tokens = [_drawn(logits[at], row_of(one), ahead=at < num_ahead) for at, one in enumerate(batch)]
-        self._last = dict(zip((sequence.key for sequence in batch), tokens, strict=True))
-        self._flight = Flight(logits, tokens)
+        self.last = dict(zip((sequence.key for sequence in batch), tokens, strict=True))
+        self._flight = Flight(logits, tokens, self, batch, row_of, ahead)
         return self._flight
 
     def make_next_graph(self) -> bool:

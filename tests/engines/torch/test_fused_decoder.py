@@ -25,6 +25,7 @@ ASKED = [
     [request(PROMPTS[0], 5), request(PROMPTS[1], 3, temperature=1.1, seed=5, top_p=0.9)],
     [request(PROMPTS[2], 4, temperature=0.8, seed=9, top_k=20, min_p=0.02), request(PROMPTS[1], 3, logprobs=2)],
     [request(PROMPTS[0], 3, temperature=1.0, seed=3, repetition_penalty=1.4), request(PROMPTS[2], 4)],
+    [request(PROMPTS[0], 4, bad_token_ids=((5,), (9, 3)), logit_bias={7: 2.0}, logprobs=1), request(PROMPTS[2], 4)],
 ]
 SHORT = [[request(PROMPTS[1], 3), request(PROMPTS[2], 2)]]
 # What families differ in; small enough for Triton's interpreter.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ import torch
 from bireme.logits.filters import draw_row
 from bireme.logits.random import draw_key
 from bireme.logits.rows import Row
+from bireme.logits.sampler import NOTHING_LEFT
 from bireme.messages import SamplingParams
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch.forward import decoder_weights
+from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.kernels import (
     chunk_attention,
     decode_attention,
@@ -231,6 +234,25 @@ def test_tokens_are_drawn_as_the_sampler_draws_them(randn, dtype, size):
     ]
     assert draw_all(logits, rows) == alone
     assert draw.draw_rows(logits.float(), rows) == alone
+
+
+def test_tokens_chosen_again_are_the_sampler_s_and_other_rows_keep_theirs(randn):
+    size, rows = 300, [Row(SamplingParams(seed=5 + at, **PARAMS[at % 3]), [1], [3] * at, (), 300) for at in range(4)]
+    tokens, last, told = (torch.zeros(count, dtype=torch.int32, device=DEVICE) for count in (4, 5, 1))
+    requests = torch.from_numpy(np.stack([draw.request_columns(row, 10) for row in [*rows, rows[0]]])).to(DEVICE)
+    logits, edited = randn(4, size), randn(3, size)
+    state = SimpleNamespace(tokens=tokens, last=last, requests=requests, logits=logits, told=told)
+    tokens.copy_(torch.tensor([7, 8, 9, draw.UNUSABLE], dtype=torch.int32))
+    heard = torch.zeros(4, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    flight = Flight.depart(state, heard)
+    edited[1:] = float("-inf")
+    chosen_from = edited[0].cpu().numpy().copy()
+    flight.choose_again(edited, np.array([(2, 11, 2), (0, 9, 0), (3, 12, 3)], dtype=np.int32))
+    flight.send()
+    expected = draw_row(chosen_from, rows[2], draw_key(rows[2].seed, 2))
+    assert flight.read() == [NOTHING_LEFT, 8, expected, draw.UNUSABLE]
+    assert flight.ids_of(torch.tensor([0, 2], device=DEVICE)).tolist() == [0, expected]
+    assert last[2] == expected
 
 
 COMPILE = """

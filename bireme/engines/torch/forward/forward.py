@@ -40,8 +40,9 @@ from bireme.engines.torch.forward.modules import Modules
 from bireme.engines.torch.step import Batch, SchedulerOutput
 
 if TYPE_CHECKING:  # Triton's language comes with CUDA builds alone
+    from bireme.engines.torch.forward.flight import Flight
     from bireme.engines.torch.forward.mixed_steps import MixedSteps
-    from bireme.engines.torch.forward.resident_decode import Flight, ResidentDecode, RowOf
+    from bireme.engines.torch.forward.resident_decode import ResidentDecode, RowOf
 
 
 class StepPath(enum.StrEnum):

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.forward.decode_state import DecodeState, Ints
+from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
 from bireme.engines.torch.forward.graphs import make_graph
-from bireme.engines.torch.forward.resident_decode import Flight, ResidentTables, RowOf
+from bireme.engines.torch.forward.resident_decode import ResidentTables, RowOf
 from bireme.engines.torch.kernels.chunk_attention import TILE_COLUMNS, cut_into_tiles, tile_tokens
 from bireme.engines.torch.kernels.decode_attention import PART_COLUMNS, num_parts
 from bireme.engines.torch.kernels.draw import draw

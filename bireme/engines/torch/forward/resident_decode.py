@@ -10,51 +10,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bireme.engines.torch import step
 from bireme.engines.torch.forward.decode_state import DecodeState, Ints
+from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
 from bireme.engines.torch.forward.graphs import Pool, make_graph
 from bireme.engines.torch.kernels.draw import draw, request_columns
 from bireme.engines.torch.kernels.step_begin import BLOCKS, TAKE_LAST, TOKEN
 from bireme.logits.rows import Row
+from bireme.logits.sending import send
 
 logger = logging.getLogger("bireme.engines.torch")
 
 RowOf = Callable[[step.Sequence], Row]
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step that was started; its tokens are on their way."""
-
-    logits: Tensor  # (count, vocabulary), until the next step is started
-    tokens: Tensor  # (count,) in host memory, once `done`
-    done: torch.cuda.Event | None
-
-    @classmethod
-    def depart(cls, state: DecodeState, heard: Tensor) -> Flight:
-        """Have the tokens of a step that was started come to `heard` (count,), which is page-locked."""
-        heard.copy_(state.tokens[: len(heard)], non_blocking=True)
-        done = None
-        if state.tokens.is_cuda:
-            done = torch.cuda.Event()
-            done.record()
-        return cls(state.logits[: len(heard)], heard, done)
-
-    def read(self) -> list[int]:
-        """Wait for the step and return its tokens; UNUSABLE for a row whose logits are not finite."""
-        if self.done is not None:
-            self.done.synchronize()
-        found: list[int] = self.tokens.tolist()
-        return found
 
 
 class ResidentTables:
@@ -81,20 +54,15 @@ class ResidentTables:
 
     def _copy_whole(self, new: Sequence[step.Sequence], row_of: RowOf) -> None:
         state = self._state
-        slots = self._sent(np.array([sequence.slot for sequence in new]))
+        device = state.told.device
+        slots = send(np.array([sequence.slot for sequence in new]), device)
         params = np.stack([request_columns(row_of(sequence), sequence.num_prompt) for sequence in new])
-        state.requests.index_copy_(0, slots, self._sent(params))
+        state.requests.index_copy_(0, slots, send(params, device))
         for group, table in enumerate(state.tables):
             rows = np.zeros((len(new), max(len(sequence.table.blocks[group]) for sequence in new)), dtype=np.int32)
             for row, sequence in zip(rows, new, strict=True):
                 row[: len(sequence.table.blocks[group])] = sequence.table.blocks[group]
-            table[:, : rows.shape[1]].index_copy_(0, slots, self._sent(rows))
-
-    def _sent(self, array: npt.NDArray[Any]) -> Tensor:
-        """Return it on the device, by a copy that waits for nothing: a step may be running."""
-        tensor = torch.from_numpy(array)
-        device = self._state.told.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+            table[:, : rows.shape[1]].index_copy_(0, slots, send(rows, device))
 
 
 class ResidentDecode:

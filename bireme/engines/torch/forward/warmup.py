@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from bireme.engines.torch.forward.batch import BatchBuilder
@@ -87,6 +88,8 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         if resident.graph_error:
             raise RuntimeError(f"its first graph: {resident.graph_error}")
         found = flight.logits.clone()
+        drawn = np.array([(sequence.slot, count, 0)], dtype=np.int32)
+        flight.choose_again(found[:, : resident.vocab_size].clone(), drawn)  # no request is to wait for its kernel
         expected = on.findings.logits(f"decode step after {count}", lambda: modules.compute(step))
         _compare("decode step", expected, found, has_experts)
 

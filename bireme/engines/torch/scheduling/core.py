@@ -17,6 +17,7 @@ from bireme.engines.base import PlainTokens, StepOutput
 from bireme.engines.torch.forward.forward import Computed, StepPath
 from bireme.engines.torch.scheduling.arrivals import Arrivals
 from bireme.engines.torch.scheduling.delivery import TokenDelivery
+from bireme.engines.torch.scheduling.late_choices import LateChoice, LateChoices
 from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
@@ -30,7 +31,7 @@ from bireme.kv.wire.step_records import ScheduledRequests
 from bireme.logits.sampler import Sampled
 
 if TYPE_CHECKING:  # Triton's language: CUDA builds alone
-    from bireme.engines.torch.forward.resident_decode import Flight
+    from bireme.engines.torch.forward.flight import Flight
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -53,6 +54,7 @@ class _Started:
     work: StepWork
     scheduled: ScheduledRequests | None  # where steps are recorded
     needs_host: bool = False  # the next step needs what is chosen here
+    choice: LateChoice | None = None  # once what its late rows choose from is known
 
 
 class EngineCore:
@@ -70,6 +72,7 @@ class EngineCore:
         self._landed_at = 0.0
         self._pace = StepPace(parts.costs)
         self._sees_ends = parts.forward.modules.device.type != "cuda"  # of steps of which nothing is read
+        self._late = LateChoices(parts.sampler)
 
     @property
     def num_waiting(self) -> int:
@@ -245,6 +248,7 @@ class EngineCore:
     def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
         """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""
         started = self._start(plan, began)
+        self._choose(started)
         if started.needs_host or not self._parts.limits.overlaps:
             self._land(started)
         else:
@@ -252,8 +256,7 @@ class EngineCore:
 
     def _go_on(self, started: _Started, began: float) -> None:
         self._started = None
-        needs_host = started.needs_host or _has_guided(started.batch)
-        following = None if needs_host else self.scheduler.follow(started.plan)
+        following = None if started.needs_host else self.scheduler.follow(started.plan)
         if following is not None:
             self._begin(following, began)
             if self._parts.forward.resident_for(following) is not None:
@@ -265,6 +268,8 @@ class EngineCore:
             self._arrivals.start(following, began)
             self._arrivals.start(self.scheduler.admit_imports(), began)
         self._land(started)
+        if self._started is not None and not self._started.needs_host:
+            self._choose(self._started)
 
     def _start(self, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
         chosen, sampler = self._parts.forward.resident_for(plan), self._parts.sampler
@@ -275,16 +280,21 @@ class EngineCore:
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
         batch = plan.sampled
         needs_host = (
-            not all(sampler.row(sequence.key).is_simple for sequence in batch)
+            self._late.needs_host(batch)
             or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
             or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
         )
         return _Started(path, plan, batch, flight, began, work, scheduled, needs_host)
 
+    def _choose(self, started: _Started) -> LateChoice:
+        started.choice = self._late.choose(started.flight, started.batch)
+        return started.choice
+
     def _land(self, started: _Started) -> None:
         """Read the tokens of a step and deliver them."""
-        running = [row for row, sequence in enumerate(started.batch) if sequence.state is SequenceStatus.RUNNING]
-        plan, sampled = started.plan, self._chosen(started, running)
+        choice = started.choice or self._choose(started)
+        num_running = sum(sequence.state is SequenceStatus.RUNNING for sequence in started.batch)
+        plan, sampled = started.plan, self._late.accept(started.flight, started.batch, choice)
         plan.keep_running()
         self._advance(plan)
         now = time.monotonic()
@@ -292,29 +302,11 @@ class EngineCore:
             note_chunks(plan, self._parts.prompt_work, self.num_steps, started.began_at, now)
         self._delivery.accept_all(started.batch, sampled, now)
         seconds = now - max(started.began_at, self._landed_at)
-        self._parts.accounts.stepped(started.path, seconds, len(running))
+        self._parts.accounts.stepped(started.path, seconds, num_running)
         self._pace.landed(started.work, started.began_at, now)
         if self._recorder is not None and started.scheduled is not None:
             self._recorder.stepped(started.scheduled, started.path, started.began_at)
         self._landed_at = now
-
-    def _chosen(self, started: _Started, running: list[int]) -> Sampled:
-        """Return the tokens that the GPU has chosen, and choose those that it could not."""
-        sampler, batch = self._parts.sampler, started.batch
-        tokens = started.flight.read()
-        sampled = Sampled(tokens, [None] * len(batch))
-        edited = [row for row in running if not sampler.row(batch[row].key).is_simple]
-        if edited:
-            found = sampler.sample(started.flight.logits[edited], [batch[row].key for row in edited])
-            for index, row in enumerate(edited):
-                tokens[row], sampled.logprobs[row] = found.tokens[index], found.logprobs[index]
-            sampled.errors = {edited[index]: error for index, error in found.errors.items()}
-        for row in set(running).difference(edited):
-            try:
-                sampler.accept(batch[row].key, tokens[row])
-            except BiremeError as error:
-                sampled.errors[row] = error
-        return sampled
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """End the requests of a step that raised. Raises BrokenEngineError when steps keep failing."""
@@ -327,8 +319,3 @@ class EngineCore:
                 self.requests.fail(sequence, error)
         if count >= MAX_FAILED_STEPS:
             raise BrokenEngineError(f"{count} steps in a row failed, the last with {error!r}") from error
-
-
-def _has_guided(batch: list[Sequence]) -> bool:
-    """Whether the next step needs tokens that are chosen here: one of these has come to what its guide holds."""
-    return any(sequence.guidance is not None and not sequence.guidance.is_free for sequence in batch)

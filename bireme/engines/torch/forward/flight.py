@@ -1,0 +1,62 @@
+"""A step that was started: its tokens are on their way, and some rows' can be chosen again from edited logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.forward.decode_state import DecodeState, Ints
+from bireme.engines.torch.kernels.draw import UNUSABLE, draw
+from bireme.logits.sampler import NOTHING_LEFT
+from bireme.logits.sending import send
+
+
+@dataclass(slots=True)
+class Flight:
+    """All but `read` is over when the next step is started, and waits for nothing."""
+
+    state: DecodeState
+    logits: Tensor  # (count, vocabulary)
+    tokens: Tensor  # (count,) in host memory, once `done`
+    done: torch.cuda.Event | None = None
+
+    @classmethod
+    def depart(cls, state: DecodeState, heard: Tensor) -> Flight:
+        """Have the tokens of a step that was started come to `heard` (count,), which is page-locked."""
+        flight = cls(state, state.logits[: len(heard)], heard)
+        flight.send()
+        return flight
+
+    def send(self) -> None:
+        """Have the tokens come, after all that the GPU has been given so far."""
+        self.tokens.copy_(self.state.tokens[: len(self.tokens)], non_blocking=True)
+        if self.state.tokens.is_cuda:
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def choose_again(self, edited: Tensor, drawn: Ints) -> None:
+        """Choose the tokens of H rows from these logits (H, vocabulary). drawn (H, 3): slot, position, row.
+
+        NOTHING_LEFT for a row whose own logits were finite.
+        """
+        state = self.state
+        told = send(drawn, state.tokens.device)
+        rows = told[:, 2].long()
+        before = state.tokens.index_select(0, rows)
+        chosen = torch.empty_like(before)
+        draw(edited, told, state.requests, state.last, chosen, edited.shape[1])
+        is_own = (chosen == UNUSABLE) & (before != UNUSABLE)
+        state.tokens.index_copy_(0, rows, chosen.masked_fill(is_own, NOTHING_LEFT))
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        """Return the tokens of these rows on the device, int64; 0 for one that has none."""
+        return self.state.tokens.index_select(0, rows).long().clamp_(min=0)
+
+    def read(self) -> list[int]:
+        """Wait for the step and return its tokens; UNUSABLE for a row whose logits are not finite."""
+        if self.done is not None:
+            self.done.synchronize()
+        found: list[int] = self.tokens.tolist()
+        return found

@@ -1,0 +1,92 @@
+"""Tokens whose choice needs what the host alone knows: masks of guides, penalties, bias, bans, log probabilities.
+
+A step chooses every row's token on the GPU by its sampling parameters, so it can be started before the tokens of the
+one before are known. Once they are, these rows' logits are edited behind the step and their tokens chosen again, all on
+the GPU; by then the step itself is running. Nobody waits for that here, and the next step can be started as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bireme.engines.base import RequestKey
+from bireme.engines.torch.step import Sequence, SequenceStatus
+from bireme.errors import BiremeError
+from bireme.logits.logprobs import Measured, measure
+from bireme.logits.sampler import Sampled, Sampler
+from bireme.logits.sending import send
+
+if TYPE_CHECKING:  # Triton's language: CUDA builds alone
+    from bireme.engines.torch.forward.flight import Flight
+
+
+@dataclass(slots=True)
+class LateChoice:
+    """What a step has beside its tokens."""
+
+    errors: dict[int, BiremeError] = field(default_factory=dict)  # row -> why it can have no token
+    measured: Measured | None = None
+    num_top: dict[int, int] = field(default_factory=dict)  # row -> k, in the order of `measured`
+
+
+class LateChoices:
+    """Used by the engine's thread."""
+
+    def __init__(self, sampler: Sampler[RequestKey]) -> None:
+        self._sampler = sampler
+
+    def needs_host(self, batch: list[Sequence]) -> bool:
+        """Return whether these rows' tokens can be chosen only when their logits are there: own processors do it."""
+        return any(self._sampler.row(sequence.key).processors for sequence in batch)
+
+    def choose(self, flight: Flight, batch: list[Sequence]) -> LateChoice:
+        """Have tokens chosen again, and measured, of a step whose logits are still there.
+
+        The tokens before its own have been accepted. This waits for nothing, but for the step where a row has
+        processors of its own: the step's time is not theirs.
+        """
+        choice, rows = LateChoice(), dict(_running(batch))
+        late = {at: row for at, one in rows.items() if not (row := self._sampler.row(one.key)).is_simple}
+        if not late:
+            return choice
+        if self.needs_host(list(rows.values())):
+            flight.read()
+        if edited := [at for at, row in late.items() if row.is_edited]:
+            self._edit(flight, {at: rows[at] for at in edited}, choice)
+        choice.num_top = {at: row.num_top for at, row in late.items() if row.num_top is not None}
+        if choice.num_top:
+            places = send(np.array(list(choice.num_top)), flight.logits.device)
+            logits = flight.logits[:, : self._sampler.vocab_size].index_select(0, places)
+            choice.measured = measure(logits, flight.ids_of(places), max(choice.num_top.values())).to_host()
+        flight.send()
+        return choice
+
+    def _edit(self, flight: Flight, rows: dict[int, Sequence], choice: LateChoice) -> None:
+        places = send(np.array(list(rows)), flight.logits.device)
+        edited = flight.logits[:, : self._sampler.vocab_size].index_select(0, places).float()
+        errors, numbers = self._sampler.edit(edited, [one.key for one in rows.values()]), list(rows)
+        choice.errors = {numbers[index]: error for index, error in errors.items()}
+        drawn = [(one.slot, len(one.tokens) - 1, at) for at, one in rows.items()]
+        flight.choose_again(edited, np.array(drawn, dtype=np.int32))
+
+    def accept(self, flight: Flight, batch: list[Sequence], choice: LateChoice) -> Sampled:
+        """Wait for the tokens and have the sampler take them."""
+        tokens = flight.read()
+        sampled = Sampled(tokens, [None] * len(batch), dict(choice.errors))
+        for at, sequence in _running(batch):
+            try:
+                if at not in choice.errors:
+                    self._sampler.accept(sequence.key, tokens[at])
+            except BiremeError as error:
+                sampled.errors[at] = error
+        if choice.measured is not None:
+            for (at, count), entry in zip(choice.num_top.items(), choice.measured.read(), strict=True):
+                sampled.logprobs[at] = entry[: 1 + count]
+        return sampled
+
+
+def _running(batch: list[Sequence]) -> list[tuple[int, Sequence]]:
+    return [(at, sequence) for at, sequence in enumerate(batch) if sequence.state is SequenceStatus.RUNNING]
