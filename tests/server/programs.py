@@ -66,6 +66,7 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/clients.py": "tests/tools/test_client_environments.py",
     "tools/describe_trtllm.py": "tests/tools/test_describe_trtllm.py",
     "tools/drain.py": "tests/launch/test_drain.py",
+    "tools/make_recipe.py": "tests/tools/test_make_recipe.py",
     "tools/make_sbatch.py": "tests/tools/test_make_sbatch.py",
     "tools/make_manifests.py": "tests/services/test_manifests.py",
     "tools/make_parser_table.py": "tests/text/parsers/test_published_templates.py",
