@@ -225,7 +225,7 @@ class Bench:
     def _replay_seconds(self, count: int) -> float | None:
         """Return a step's seconds if nothing but its graph is launched; None where it has none."""
         resident = self._core._parts.forward.resident
-        graphs = resident._graphs if resident is not None else {}
+        graphs = resident.graphs.made if resident is not None else {}
         if (graph := graphs.get(min((size for size in graphs if size >= count), default=0))) is None:
             return None
         torch.cuda.synchronize()

@@ -7,6 +7,7 @@ and posts it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from bireme.messages import Capacity
 logger = logging.getLogger("bireme.engines.torch")
 import_transformers()
 
+_QUIET_S = 0.5  # without a step: requests are not expected at once
 _STOP_S = 10.0  # how long `stop` waits for the current step
 _COPY_S = 2.0  # how long stopping waits for KV copies that were cancelled
 Action = Callable[[], None]
@@ -46,6 +48,7 @@ class TorchEngine(EncodeSide):
         self._num_submitted = 0  # in the inbox, not yet taken
         self._num_submitted_tokens = 0
         self._step_began_at = 0.0
+        self._ran_at = time.monotonic()  # when the last step was made, or it was ready
 
     def start(self, emit: Emit) -> Capacity:
         self._emit = emit
@@ -54,6 +57,7 @@ class TorchEngine(EncodeSide):
             from bireme.engines.torch.images.encode_jobs import EncodeJobs
 
             self._jobs = EncodeJobs(self._context, self._loaded.encoder, emit)
+        self._ran_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(self._loaded.core,), name="engine", daemon=True)
         self._thread.start()
         return self._loaded.capacity
@@ -154,7 +158,17 @@ class TorchEngine(EncodeSide):
         finally:
             self._step_began_at = 0.0
         self._publish(core)
-        if not has_run and not core.prepare():
+        if has_run:
+            self._ran_at = time.monotonic()
+        else:
+            self._idle(core)
+
+    def _idle(self, core: EngineCore) -> None:
+        """Sleep; after a while without a step prepare for later ones, a piece a turn: who comes waits for one."""
+        prepares_at = self._ran_at + _QUIET_S
+        if time.monotonic() < prepares_at:
+            self._sleep(core, prepares_at)
+        elif not core.prepare():
             self._sleep(core)
 
     def _await_arrivals(self, core: EngineCore) -> None:
@@ -185,11 +199,12 @@ class TorchEngine(EncodeSide):
                 self._num_submitted -= 1
                 self._num_submitted_tokens -= len(sequence.tokens)
 
-    def _sleep(self, core: EngineCore) -> None:
-        wakes_at = core.wakes_at
+    def _sleep(self, core: EngineCore, until: float = math.inf) -> None:
+        """Sleep until something comes, until a deadline of the core's, or this one."""
+        wakes_at = min(until, math.inf if core.wakes_at is None else core.wakes_at)
         with self._wake:
             if not self._inbox and not self._is_stopping:
-                self._wake.wait(None if wakes_at is None else max(0.0, wakes_at - time.monotonic()))
+                self._wake.wait(None if wakes_at == math.inf else max(0.0, wakes_at - time.monotonic()))
 
     def _wind_up(self, core: EngineCore) -> None:
         """End all requests; those whose KV is being copied end when the copies have."""

@@ -39,6 +39,8 @@ from bireme.own_work import Work
 
 logger = logging.getLogger("bireme.engines.torch")
 
+_FIRST_GRAPHS_S = 0.3  # a start takes longer for them, at most
+
 
 class LoadedEngine:
     """A core, its capacity, and the admission of its requests."""
@@ -107,6 +109,8 @@ class LoadedEngine:
         setup.findings.keep()
         self.step_times.start(costs)
         phases.end("rest")
+        forward.make_first_graphs(_FIRST_GRAPHS_S)
+        phases.end("graphs")
         load_s = sum(phases.seconds.values())
         accounts.started(manager, self.core.scheduler, load_s)
         capacity = _capacity(setup, manager, model, eos_ids, load_s, pictures)

@@ -10,6 +10,7 @@ import torch
 
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.forward import Forward, StepPath
+from bireme.engines.torch.forward.prompt_graphs import PromptGraphs
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.step import Batch
 from bireme.metrics import Registry
@@ -38,8 +39,9 @@ def start(tmp_path):
         )
         started.append(engine)
         forward = engine.core._parts.forward
-        makers = [*forward.graphs.values(), forward.mixed, forward.resident]
-        wait_for(lambda: not any(getattr(maker, "_to_make", ()) for maker in makers), 60)
+        sized = [maker.graphs for maker in (forward.mixed, forward.resident) if maker is not None]
+        prompts = [graphs for graphs in forward.graphs.values() if isinstance(graphs, PromptGraphs)]
+        wait_for(lambda: not any(one.to_make for one in sized) and not any(one._to_make for one in prompts), 60)
         engine.settle()
         engine.metrics.take_delta()
         return engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -10,10 +11,14 @@ import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.config import CudaGraphConfig
+from bireme.engines.torch import engine as torch_engine
 from bireme.engines.torch import kernels
-from bireme.engines.torch.forward import decoder_weights
-from bireme.engines.torch.forward.decode_graphs import graph_sizes
-from bireme.engines.torch.forward.graphs import capture
+from bireme.engines.torch.forward import decoder_weights, graphs
+from bireme.engines.torch.forward import forward as forward_module
+from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes
+from bireme.engines.torch.forward.forward import Forward
+from bireme.engines.torch.forward.graphs import SizedGraphs, capture
+from bireme.engines.torch.forward.mixed_steps import _SIZES
 from bireme.engines.torch.forward.modules import Modules
 from bireme.serving_options import ServingOptions
 from tests.engines.engine_fixtures import wait_for
@@ -136,45 +141,112 @@ def test_a_later_life_compares_it_with_what_the_modules_computed_in_the_first(tm
 class ComputedAgain:
     """In the place of a CUDA graph."""
 
-    def __init__(self, resident, size):
-        self.replay = lambda: resident._compute(size)
+    def __init__(self, resident, size, sizes):
+        def replay():
+            sizes.append(size)
+            resident._compute(size)
+
+        self.replay = replay
 
     def pool(self):
         return (0, 0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="real graphs are made there, by every test of this module")
-def test_a_graph_is_made_when_a_step_needs_it_or_while_nothing_runs(tmp_path, monkeypatch, caplog):
-    path = tiny_models.save(tmp_path, "mistral", **SMALL)
+@pytest.fixture
+def engine_without_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
-    with Harness(path, **ENGINE) as engine, caplog.at_level("INFO"):
-        resident = engine.core._parts.forward.resident
-        expected = engine.run([request(PROMPTS[2], 3)])
-        monkeypatch.setattr(resident, "_make", lambda size, pool: ComputedAgain(resident, size))
-        resident._to_make = [1, 2]
+    with Harness(tiny_models.save(tmp_path, "mistral", **SMALL), **ENGINE) as engine:
+        yield engine
+
+
+no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="real graphs are made there, by every test of this module"
+)
+
+
+@no_gpu
+def test_a_larger_graph_stands_in_for_one_that_is_made_while_nothing_runs(engine_without_graphs, monkeypatch, caplog):
+    engine, replayed = engine_without_graphs, []
+    resident = engine.core._parts.forward.resident
+    expected = engine.run([request(PROMPTS[2], 3)])
+    monkeypatch.setattr(resident, "_make", lambda size, pool: ComputedAgain(resident, size, replayed))
+    monkeypatch.setattr(torch_engine, "_QUIET_S", 3600.0)
+    with caplog.at_level("INFO"):
+        resident.graphs = SizedGraphs([1, 2], resident._make_graph)
+        resident.graphs.make(2)
         assert engine.run([request(PROMPTS[2], 3)]) == expected
-        wait_for(lambda: not resident._to_make, 30)
+        assert set(replayed) == {2} and resident.graphs.to_make == [1]
+        monkeypatch.setattr(torch_engine, "_QUIET_S", 0.0)
+        engine.engine._post(lambda: None)  # it sleeps
+        wait_for(lambda: not resident.graphs.to_make, 30)
+        replayed.clear()
+        assert engine.run([request(PROMPTS[2], 3)]) == expected and set(replayed) == {1}
     made = [record.args[0] for record in caplog.records if record.msg.startswith("decode_graph_made")]
-    assert made == [1, 2]
+    assert made == [2, 1]
 
 
-def refuse(size, pool):
-    raise RuntimeError("no room")
+@no_gpu
+def test_one_that_nothing_stands_in_for_is_made_when_many_steps_have_lacked_it(engine_without_graphs, monkeypatch):
+    engine, replayed = engine_without_graphs, []
+    resident = engine.core._parts.forward.resident
+    monkeypatch.setattr(graphs, "MOST_MISSES", 4)
+    monkeypatch.setattr(torch_engine, "_QUIET_S", 3600.0)
+    monkeypatch.setattr(resident, "_make", lambda size, pool: ComputedAgain(resident, size, replayed))
+    resident.graphs = SizedGraphs([1], resident._make_graph)
+    engine.run([request(PROMPTS[2], 4)])  # three steps of one row
+    assert resident.graphs.to_make == [1] and replayed == []
+    engine.run([request(PROMPTS[2], 4)])
+    assert resident.graphs.to_make == [] and replayed == [1, 1, 1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are graphs already")
-def test_steps_go_on_without_graphs_that_cannot_be_made(tmp_path, monkeypatch, caplog):
-    path = tiny_models.save(tmp_path, "mistral", **SMALL)
-    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
-    with Harness(path, **ENGINE) as engine:
-        resident = engine.core._parts.forward.resident
-        expected = engine.run([request(PROMPTS[2], 3)])
-        monkeypatch.setattr(resident, "_make", refuse)
-        resident._to_make = [1, 2]
-        assert engine.run([request(PROMPTS[2], 3)]) == expected
-        wait_for(lambda: not resident._to_make, 30)
-        assert engine.run([request(PROMPTS[2], 3)]) == expected
-    assert sorted(record.args[0] for record in caplog.records if record.msg.startswith("graph_off")) == [1, 2]
+@no_gpu
+def test_steps_go_on_without_graphs_that_cannot_be_made(engine_without_graphs, monkeypatch, caplog):
+    def refuse(size, pool):
+        raise RuntimeError("no room")
+
+    engine = engine_without_graphs
+    resident = engine.core._parts.forward.resident
+    expected = engine.run([request(PROMPTS[2], 3)])
+    monkeypatch.setattr(resident, "_make", refuse)
+    resident.graphs = SizedGraphs([1, 2], resident._make_graph)
+    engine.core._parts.forward.make_first_graphs(60.0)
+    assert resident.graphs.to_make == [] and engine.run([request(PROMPTS[2], 3)]) == expected
+    assert [record.args[0] for record in caplog.records if record.msg.startswith("graph_off")] == [2, 1]
+
+
+class Clocked:
+    """Something that makes graphs, each in 40 ms of a clock that is no clock."""
+
+    def __init__(self, name, now, made, sizes):
+        self.graphs = SizedGraphs(sizes, lambda size, pool: None)
+        self._name, self._now, self._made = name, now, made
+
+    def make_next_graph(self, only_first=False):
+        if not self.graphs.make_next(only_first):
+            return False
+        self._now[0] += 0.04
+        self._made.append(self._name)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("most_s", "made"), [(0.3, ["mixed", "resident"] * 3 + ["mixed"]), (0.05, ["mixed"]), (9.0, None)]
+)
+def test_before_it_is_ready_there_is_time_for_some_graphs_of_each_kind(monkeypatch, most_s, made):
+    now, found = [5.0], []
+    monkeypatch.setattr(forward_module, "time", Mock(monotonic=lambda: now[0]))
+    forward = Forward(Modules(None, Mock(device=torch.device("cpu"))), None)
+    forward.mixed, forward.resident = (
+        Clocked("mixed", now, found, list(_SIZES)),
+        Clocked("resident", now, found, bucket_sizes(256)),
+    )
+    forward.make_first_graphs(most_s)
+    assert now[0] - 5.0 <= most_s
+    if made is None:  # all that the first requests need, and no others
+        made = ["mixed", "resident"] * 5 + ["resident"] * 4
+        assert forward.mixed.graphs.to_make == [640, 448, 384, 320, 192]
+        assert forward.resident.graphs.to_make == [224, 192, 160, 112, 96, 80, 48, 24]
+    assert found == made
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

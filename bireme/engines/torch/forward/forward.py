@@ -28,6 +28,8 @@ GPU without Triton's language all is `modules`, with PagedStep.
 from __future__ import annotations
 
 import enum
+import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +45,9 @@ if TYPE_CHECKING:  # Triton's language comes with CUDA builds alone
     from bireme.engines.torch.forward.flight import Flight
     from bireme.engines.torch.forward.mixed_steps import MixedSteps
     from bireme.engines.torch.forward.resident_decode import ResidentDecode, RowOf
+
+
+logger = logging.getLogger("bireme.engines.torch")
 
 
 class StepPath(enum.StrEnum):
@@ -137,9 +142,23 @@ class Forward:
                 return path, graphs.replay(batch, size)
         return self._path, self.decoder.compute(batch)
 
+    def make_first_graphs(self, most_s: float) -> None:
+        """Make the graphs that the first requests need, as many as so many seconds are enough for."""
+        began, longest, count = time.monotonic(), 0.0, 0
+        makers = [maker for maker in (self.mixed, self.resident) if maker is not None]
+        while makers and (before := time.monotonic()) - began + longest <= most_s:
+            maker = makers.pop(0)  # in turns: a request needs one of each
+            if maker.make_next_graph(only_first=True):
+                makers.append(maker)
+                count += 1
+                longest = max(longest, time.monotonic() - before)
+        left = sum(len(maker.graphs.to_make) for maker in (self.mixed, self.resident) if maker is not None)
+        if count:
+            logger.info("first_graphs_made count=%d left=%d s=%.3f", count, left, time.monotonic() - began)
+
     def make_next_graph(self) -> bool:
         """Make a graph that later steps will want, while nothing runs; False: there is none left."""
-        makers: list[Any] = [*self.graphs.values(), self.mixed, self.resident]
+        makers: list[Any] = [self.mixed, self.resident, *self.graphs.values()]
         return any(maker.make_next_graph() for maker in makers if maker is not None)
 
     def keep_pace(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from bireme.engines.torch.forward.decode_state import DecodeState, Ints
 from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
-from bireme.engines.torch.forward.graphs import make_graph
+from bireme.engines.torch.forward.graphs import Pool, SizedGraphs, make_graph
 from bireme.engines.torch.forward.resident_decode import ResidentTables, RowOf
 from bireme.engines.torch.kernels.chunk_attention import TILE_COLUMNS, cut_into_tiles, tile_tokens
 from bireme.engines.torch.kernels.decode_attention import PART_COLUMNS, num_parts
@@ -34,7 +34,7 @@ logger = logging.getLogger("bireme.engines.torch")
 _SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768)  # rows; with more the GPU works for longer than a launch
 _MOST_CHUNKS = 16
 _MOST_SEEN = 4096  # tokens before and in a chunk: a longer context is read in parts, or by flash attention
-_MOST_MISSES = 8  # steps without their graph until it is made beside running requests
+_MOST_SIZE = 2  # times a step's own, of a graph that stands in: filled up with more, kernels are quicker
 DRAWN_COLUMNS = 3  # slot, position, row
 
 
@@ -68,9 +68,7 @@ class MixedSteps:
             for count in (length, self._most_rows)
         )
         self._tables = ResidentTables(state)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._to_make = list(self._sizes) if has_graphs else []
-        self._misses = dict.fromkeys(self._sizes, 0)
+        self.graphs = SizedGraphs(self._sizes if has_graphs else [], self._make_graph)
 
     def takes(self, plan: SchedulerOutput) -> bool:
         return (
@@ -90,27 +88,22 @@ class MixedSteps:
         self._tell(self._views(host.numpy(), size), plan, row_of, ahead)
         self._told[:length].copy_(host[:length], non_blocking=True)
         with torch.inference_mode():
-            if (graph := self._graphs.get(size)) is not None:
+            if (graph := self.graphs.made.get(size)) is not None:
                 graph.replay()
             else:
                 self._compute(size)
             return Flight.depart(self._state, self._heard[self._turn][: len(plan.sampled)])
 
-    def make_next_graph(self) -> bool:
-        """Make the largest that is not made, into whose memory the others fit; False: there is none."""
-        if not self._to_make:
-            return False
-        self._make_graph(self._to_make[-1])
-        return True
+    def make_next_graph(self, only_first: bool = False) -> bool:
+        """Make one that is still to be made; False: there is none."""
+        return self.graphs.make_next(only_first)
 
     def _size_for(self, rows: int) -> int:
-        """Return the size of the smallest graph that holds them, made now if many steps have lacked it, or `rows`."""
-        best = next(size for size in self._sizes if size >= rows)
-        if best in self._to_make:
-            self._misses[best] += 1
-            if self._misses[best] > _MOST_MISSES:
-                self._make_graph(best)
-        return min((size for size in self._graphs if size >= rows), default=rows)
+        """Return the size of the smallest graph that holds them and is not far larger, or `rows`."""
+        own = next(size for size in self._sizes if size >= rows)
+        if own not in self.graphs.made:
+            self.graphs.missed(own)
+        return self.graphs.holding(rows, _MOST_SIZE * own) or rows
 
     def _length(self, size: int) -> int:
         return self._ends(size)[-1]
@@ -169,21 +162,20 @@ class MixedSteps:
         draw(logits, told.drawn, state.requests, state.last, tokens, self._vocab_size)
         return logits
 
-    def _make_graph(self, size: int) -> None:
-        """Make a graph in the memory of the others; where that fails its steps go without."""
-        self._to_make.remove(size)
-        began, others = time.monotonic(), next(iter(self._graphs.values()), None)
+    def _make_graph(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph | None:
+        """Return that of a number of rows; where that fails its steps go without."""
+        began = time.monotonic()
         nothing = torch.zeros(self._length(size), dtype=torch.int32)
         self._tell(self._views(nothing.numpy(), size), SchedulerOutput(), _no_row, 0)
         self._told[: len(nothing)].copy_(nothing)
         try:
             with torch.inference_mode():
-                pool = None if others is None else others.pool()
-                self._graphs[size] = make_graph(lambda: self._compute(size), pool, lambda: None)
+                graph = make_graph(lambda: self._compute(size), pool)
         except Exception as error:
             logger.warning("mixed_graph_off rows=%d reason=%s", size, str(error).partition("\n")[0])
-            return
+            return None
         logger.info("mixed_graph_made rows=%d s=%.3f", size, time.monotonic() - began)
+        return graph
 
 
 def _no_row(sequence: Sequence) -> Row:

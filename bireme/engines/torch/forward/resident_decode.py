@@ -19,7 +19,7 @@ from bireme.engines.torch import step
 from bireme.engines.torch.forward.decode_state import DecodeState, Ints
 from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
-from bireme.engines.torch.forward.graphs import Pool, make_graph
+from bireme.engines.torch.forward.graphs import Pool, SizedGraphs, make_graph
 from bireme.engines.torch.kernels.draw import draw, request_columns
 from bireme.engines.torch.kernels.step_begin import BLOCKS, TAKE_LAST, TOKEN
 from bireme.logits.rows import Row
@@ -90,9 +90,8 @@ class ResidentDecode:
         self._told, self._heard = (
             [torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(2)] for shape in shapes
         )
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._is_padded = is_padded
-        self._to_make = sorted(graphs)  # each when a step first needs it, or before, when there is nothing to do
+        self.graphs = SizedGraphs(sorted(graphs), self._make_graph)
         self.graph_error = ""  # why the last of those could not be made
 
     def start(self, plan: step.SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
@@ -100,26 +99,31 @@ class ResidentDecode:
         batch = plan.decodes
         self._turn = 1 - self._turn
         count, state = len(batch), self._state
-        size = next(size for size in self._sizes if size >= count) if self._is_padded else count
-        if size in self._to_make:
-            self._make_graph(size)
+        size = self._size_for(count)
         told = self._told[self._turn]
         self._tell(told.numpy(), batch, row_of, ahead, size)
         length = state.size_of(size)
         state.told[:length].copy_(told[:length], non_blocking=True)
         with torch.inference_mode():
-            if (graph := self._graphs.get(size)) is not None:
+            if (graph := self.graphs.made.get(size)) is not None:
                 graph.replay()
             else:
                 self._compute(size)
             return Flight.depart(state, self._heard[self._turn][:count])
 
-    def make_next_graph(self) -> bool:
-        """Make the largest of the graphs that no step has needed yet; False: all are made. Of an idle engine."""
-        if not self._to_make:
-            return False
-        self._make_graph(self._to_make[-1])
-        return True
+    def make_next_graph(self, only_first: bool = False) -> bool:
+        """Make one of those that no step has needed yet; False: there is none."""
+        return self.graphs.make_next(only_first)
+
+    def _size_for(self, count: int) -> int:
+        """Return the size of the step for so many rows; where their own graph is missing a larger one stands in."""
+        own = next(size for size in self._sizes if size >= count) if self._is_padded else count
+        if own in self.graphs.made:
+            return own
+        size = self.graphs.holding(own, self.most_rows) if self._is_padded else 0
+        if not size:
+            self.graphs.missed(own)
+        return size or own
 
     def _tell(self, told: Ints, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
         """Fill in what the step is told."""
@@ -136,22 +140,22 @@ class ResidentDecode:
         draw(logits, steps, state.requests, state.last, state.tokens[:size], self.vocab_size)
         return logits
 
-    def _make_graph(self, size: int) -> None:
-        """Make a batch size's graph, in the memory of the others; where that fails its steps go without."""
-        self._to_make.remove(size)
-        began, others = time.monotonic(), next(iter(self._graphs.values()), None)
+    def _make_graph(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph | None:
+        """Return a batch size's; where that fails its steps go without."""
+        began = time.monotonic()
         try:
             with torch.inference_mode():
-                self._graphs[size] = self._make(size, None if others is None else others.pool())
+                graph = self._make(size, pool)
         except Exception as error:
             self.graph_error = str(error).partition("\n")[0]
             logger.warning("graph_off size=%d reason=%s", size, self.graph_error)
-            return
+            return None
         logger.info("decode_graph_made size=%d s=%.3f", size, time.monotonic() - began)
+        return graph
 
     def _make(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph:
         nothing, state = np.zeros(0, dtype=np.int32), self._state
         told = np.zeros(state.size_of(size), dtype=np.int32)
         state.fill(told, size, nothing, nothing)
         state.told[: len(told)].copy_(torch.from_numpy(told))
-        return make_graph(lambda: self._compute(size), pool, lambda: None)
+        return make_graph(lambda: self._compute(size), pool)

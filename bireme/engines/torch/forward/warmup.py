@@ -83,6 +83,7 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         _go_on(sequence, count)
         step = builder.build(SchedulerOutput(decodes=[sequence]))
         row = Row(SamplingParams(), [], (), (), resident.vocab_size)
+        resident.graphs.make(1)
         flight = resident.start(SchedulerOutput(decodes=[sequence]), lambda _: row)
         flight.read()
         if resident.graph_error:
