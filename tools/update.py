@@ -151,6 +151,7 @@ def _plan(options: argparse.Namespace) -> UpdatePlan:
         raise ConfigError(f"--min-compared: {options.min_compared}; at least 1, or --mirror 0")
     return UpdatePlan(
         mirror_url=options.entry if options.mirror else "", mirror_key_file=options.entry_key_file,
+        mirror_ca_file=options.entry_ca,
         share=options.mirror, min_compared=options.min_compared, max_different=options.max_different,
         max_failed=options.max_failed, max_ttft_ratio=options.max_ttft_ratio, steps=steps, pause_s=options.pause,
         ready_limit_s=options.ready_limit, mirror_limit_s=options.mirror_limit, drain_limit_s=options.drain_limit,
@@ -179,6 +180,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--entry", default="", metavar="URL", help="the new launch's OpenAI frontend, as the old one's host reaches it"
     )
     parser.add_argument("--entry-key-file", default="", metavar="FILE", help="its API key, on the old one's host")
+    parser.add_argument("--entry-ca", default="", metavar="FILE", help="authority of its certificate, on that host")
     parser.add_argument("--min-compared", type=int, default=50, metavar="N", help="answers that must be compared")
     parser.add_argument("--max-different", type=float, default=0.0, metavar="SHARE", help="of them that may differ")
     parser.add_argument("--max-failed", type=float, default=0.01, metavar="SHARE", help="of copies and requests")

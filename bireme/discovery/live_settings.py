@@ -24,6 +24,7 @@ class MirrorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     url: str  # http[s]://host:port of another launch's frontend
     share: Annotated[float, msgspec.Meta(ge=0, le=1)]
     key_file: str = ""  # with the API key to show there; clients' own keys are never sent on
+    ca_file: str = ""  # authority of its certificate; "": the host's own
     generation: int | None = None  # whose workers are to answer; None: as the routers there choose
     run: str = ""  # tells one comparison from the one before
 

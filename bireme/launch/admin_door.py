@@ -129,6 +129,7 @@ class _MirrorBody(_DoorBody):
     url: str | None  # None: no more copies
     share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     key_file: str = ""
+    ca_file: str = ""
     generation: int | None = None
 
 
@@ -154,7 +155,7 @@ class AdminDoor:
             "/busy": (_BusyBody, lambda body: operations.set_busy(body.rules)),
             "/mirror": (
                 _MirrorBody,
-                lambda body: operations.set_mirror(body.url, body.share, body.key_file, body.generation),
+                lambda body: operations.set_mirror(body.url, body.share, body.key_file, body.generation, body.ca_file),
             ),
             "/weight": (_WeightBody, lambda body: operations.set_weight(body.weight)),
         }

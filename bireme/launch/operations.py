@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import secrets
+import ssl
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -134,7 +135,9 @@ class Operations:
         self._tell("weight", weight)
         return {"generation": self._launch.facts.generation, "weight": self._weight}
 
-    def set_mirror(self, url: str | None, share: float, key_file: str, generation: int | None) -> dict[str, Any]:
+    def set_mirror(
+        self, url: str | None, share: float, key_file: str, generation: int | None, ca_file: str = ""
+    ) -> dict[str, Any]:
         """Have the frontend send copies of a share of its requests to another one, and compare anew; None: no more.
 
         Raises RequestError.
@@ -144,8 +147,12 @@ class Operations:
             _check_url(url)
             if key_file:
                 _check_key_file(key_file)
-            run = secrets.token_hex(8)
-            settings = MirrorSettings(url=url, share=share, key_file=key_file, generation=generation, run=run)
+            if ca_file:
+                _check_ca_file(ca_file)
+            settings = MirrorSettings(
+                url=url, share=share, key_file=key_file, ca_file=ca_file, generation=generation,
+                run=secrets.token_hex(8),
+            )  # fmt: skip
         self._write(mirror=settings)
         mirror_reports.clear(self._launch.folder)
         self._tell("mirror", f"{url} share={share:g}" if url else None)
@@ -261,6 +268,14 @@ def _check_key_file(name: str) -> None:
         raise RequestError(f"key_file: {name[:200]} can't be read on this host ({error})") from error
     if not key.isascii() or len(key.split()) != 1:
         raise RequestError(f"key_file: {name[:200]}: one line with an API key of the other launch belongs there")
+
+
+def _check_ca_file(name: str) -> None:
+    """Raises RequestError."""
+    try:
+        ssl.create_default_context(cafile=name)
+    except OSError as error:  # ssl.SSLError is one
+        raise RequestError(f"ca_file: {name[:200]} can't be read as certificates on this host ({error})") from error
 
 
 class _Figures:

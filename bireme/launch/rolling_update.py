@@ -48,6 +48,7 @@ class UpdatePlan:
 
     mirror_url: str = ""  # the new launch's frontend; "": nothing is compared
     mirror_key_file: str = ""
+    mirror_ca_file: str = ""
     share: float = 0.2
     min_compared: int = 50
     max_different: float = 0.0  # of the answers compared
@@ -131,8 +132,9 @@ class RollingUpdate:
     def _compare(self, has_weights: bool) -> dict[str, Any]:
         plan = self._plan
         generation = self._new.status()["generation"] if has_weights else None
+        trusted = {"ca_file": plan.mirror_ca_file} if plan.mirror_ca_file else {}  # older launches don't know it
         self._old.post("/mirror", url=plan.mirror_url, share=plan.share, key_file=plan.mirror_key_file,
-                       generation=generation)  # fmt: skip
+                       generation=generation, **trusted)  # fmt: skip
         deadline, told = time.monotonic() + plan.mirror_limit_s, -1
         while True:
             found = self._look()

@@ -198,3 +198,11 @@ def test_a_key_file_of_the_other_launch_is_there_and_has_one_key(launch, asked):
     (launch.folder / "key").write_text("two keys")
     with pytest.raises(RequestError, match=r"^key_file: .*one line with an API key"):
         asked.set_mirror("http://b:9000", 1, str(launch.folder / "key"), None)
+
+
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_an_authority_of_the_other_launch_can_be_read(launch, asked, text):
+    if text is not None:
+        (launch.folder / "ca.crt").write_text(text)
+    with pytest.raises(RequestError, match=r"^ca_file: .* can't be read as certificates on this host"):
+        asked.set_mirror("https://b:9000", 1, "", None, str(launch.folder / "ca.crt"))

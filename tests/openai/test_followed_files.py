@@ -3,7 +3,6 @@
 import hashlib
 import os
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from bireme.openai.followed_files import FollowedFiles
 from bireme.openai.http.error_replies import HttpError, RateLimitError
 from bireme.openai.http.tls import TlsFiles
 from bireme.openai.keys import load_keys, read_keys
+from tests.openai.certificates import write_pair
 from tests.openai.frontend_process import frontend_server, wait_for
 
 
@@ -27,21 +27,6 @@ def write_keys(path, **limits_of):
     new = path.with_suffix(".new")
     new.write_text(f"keys: {rows}")
     new.replace(path)
-
-
-def write_pair(folder, name):
-    """Replace the certificate and key in a folder by new ones, of this name."""
-    folder.mkdir(exist_ok=True)
-    new = [folder / "new.crt", folder / "new.key"]
-    command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-        "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-out", new[0], "-keyout", new[1],
-    ]  # fmt: skip
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("openssl can't make a certificate here")
-    return [str(path.replace(path.with_stem("pair"))) for path in new]
 
 
 @pytest.fixture

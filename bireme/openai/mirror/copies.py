@@ -72,7 +72,7 @@ class CopySender:
     def send(self, copy: Copy, settings: MirrorSettings, limit_s: float) -> Copied:
         """Raises CopyFailedError."""
         deadline = time.monotonic() + limit_s
-        connection, open_socket = _connection(settings.url), None
+        connection, open_socket = _connection(settings), None
         try:
             connection.connect()
             open_socket = connection.sock  # which the connection forgets before its answer ends
@@ -84,6 +84,8 @@ class CopySender:
             return _read(connection, open_socket, copy, began_at, deadline)
         except TimeoutError:
             raise CopyFailedError(f"it did not answer within {limit_s:g} s") from None
+        except ssl.SSLCertVerificationError as error:
+            raise CopyFailedError(f"its certificate is not trusted here: {error.verify_message} (ca_file)") from None
         except (OSError, http.client.HTTPException) as error:
             raise CopyFailedError(f"it can't be reached, or hung up ({type(error).__name__})") from None
         finally:
@@ -104,12 +106,13 @@ def _shut(open_socket: socket.socket) -> None:
         pass
 
 
-def _connection(url: str) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
+def _connection(settings: MirrorSettings) -> http.client.HTTPConnection:
+    parts = urlsplit(settings.url)
     host, port = parts.hostname or "", parts.port
     if parts.scheme == "http":
         return http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
-    return http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=ssl.create_default_context())
+    trusted = ssl.create_default_context(cafile=settings.ca_file or None)
+    return http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=trusted)
 
 
 def _headers(copy: Copy, settings: MirrorSettings) -> dict[str, str]:

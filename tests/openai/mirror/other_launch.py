@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ class OtherLaunch:
         self.url = ""
 
     @contextmanager
-    def listening(self) -> Iterator[OtherLaunch]:
+    def listening(self, pair: tuple[str, str] | None = None) -> Iterator[OtherLaunch]:
+        """`pair`: certificate and key; with them it speaks https."""
         other = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -39,9 +41,13 @@ class OtherLaunch:
 
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
+        if pair is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*pair)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
+        self.url = f"{'https' if pair else 'http'}://127.0.0.1:{server.server_port}"
         try:
             yield self
         finally:

@@ -10,6 +10,7 @@ import pytest
 from bireme.discovery import live_settings, mirror_reports
 from bireme.discovery.live_settings import LiveSettings, MirrorSettings
 from bireme.openai.mirror import copies, mirror
+from tests.openai.certificates import write_pair
 from tests.openai.mirror.other_launch import OtherLaunch
 
 
@@ -102,6 +103,18 @@ async def test_a_copy_without_an_answer_has_failed_and_says_why(bench, other, as
     await answered(bench, temperature=0)
     assert (await found(tmp_path, settings, failed=1))["examples"][0]["reason"] == reason
     assert len(other.bodies) == 1  # a redirect is not followed
+
+
+async def test_an_https_frontend_s_certificate_is_checked_by_its_authority(bench, ask, tmp_path):
+    pair = write_pair(tmp_path / "pair", "other")
+    with OtherLaunch().listening(pair) as other:
+        settings = ask(url=other.url, ca_file=pair[0])
+        await answered(bench, other, temperature=0)
+        await found(tmp_path, settings, same=1)
+        settings = ask(url=other.url, run="b")
+        await answered(bench, other, temperature=0)
+        summary = await found(tmp_path, settings, failed=1)
+    assert "its certificate is not trusted here: self" in summary["examples"][0]["reason"]
 
 
 async def test_one_that_is_not_there_or_never_answers_has_failed(bench, other, ask, tmp_path, monkeypatch):
