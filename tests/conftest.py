@@ -59,6 +59,7 @@ ONE_PROCESS = (
     ("tests/server/faults/",),
     ("tests/server/chats/",),
     ("tests/server/openai/",),
+    ("tests/server/generations/",),
     ("tests/services/test_playground_", "tests/services/test_screenshots"),
     ("tests/services/test_alerts",),
     ("tests/services/test_dashboards_of_a_deployment",),

@@ -80,5 +80,5 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/status.py": "tests/launch/test_admin_door.py",
     "tools/soak.py": "tests/server/test_soak.py",
     "tools/sweep.py": "tests/tools/test_sweep.py",
-    "tools/update.py": "tests/server/rolling_turns.py",
+    "tools/update.py": "tests/server/generations/rolling_turns.py",
 }

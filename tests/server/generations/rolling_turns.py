@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ KEY = "the-operator-s-own-key"
 LIMIT_S = 240
 PROMPTS = [f"the oars of bank {number}" for number in range(8)]
 NUM_TOKENS = 24
+Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,24 @@ class Generation:
     revision: Revision
     checkout: Path = CHECKOUT
     has_door: bool = True
-    number: int = 0  # its generation, where several share a discovery (`folder`/shared)
+    arguments: Sequence[str] = ()  # further ones of serve.py
+    environment: Mapping[str, str] = field(default_factory=dict)
+    pair: tuple[str, str] | None = None  # certificate and key: door and frontend speak https
     ports: dict[str, int] = field(
         default_factory=lambda: {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai", "admin")}
     )
 
     @property
     def door(self) -> DoorClient:
-        return DoorClient(f"http://127.0.0.1:{self.ports['admin']}", KEY)
+        return DoorClient(f"{self._scheme}://127.0.0.1:{self.ports['admin']}", KEY, self.pair[0] if self.pair else "")
+
+    @property
+    def entry(self) -> str:
+        return f"{self._scheme}://127.0.0.1:{self.ports['openai']}"
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self.pair else "http"
 
     @property
     def log(self) -> Path:
@@ -68,28 +81,51 @@ class Generation:
         door = [f"--admin-key-file={self.folder / 'key'}"] if self.has_door else []
         serve = [sys.executable, str(self.checkout / "tools" / "serve.py"), self.revision.recipe]
         settings = [f"--set={setting}" for setting in self.revision.settings]
-        shared = [f"--discovery={self.folder / 'shared'}", f"--generation={self.number}", "--weight=0"]
-        words = [*serve, *ports, *door, *settings, "--canary-interval=0"]
-        return words + shared if self.number else words
+        if self.pair is not None:
+            names = ("tls-cert", "tls-key", "admin-tls-cert", "admin-tls-key")
+            door += [f"--{name}={path}" for name, path in zip(names, self.pair * 2, strict=True)]
+        return [*serve, *ports, *door, *settings, "--canary-interval=0", *self.arguments]
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Return once its frontend answers."""
+        """Return once it answers."""
+        process = self.begin()
+        self.wait(process)
+        return process
+
+    def begin(self) -> subprocess.Popen[bytes]:
         with self.log.open("wb") as log:
-            environment = os.environ | {"PYTHONPATH": str(self.checkout)}
-            process = subprocess.Popen(self.command, stdout=log, stderr=log, cwd=self.checkout, env=environment)
+            environment = os.environ | {"PYTHONPATH": str(self.checkout)} | dict(self.environment)
+            return subprocess.Popen(self.command, stdout=log, stderr=log, cwd=self.checkout, env=environment)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> None:
         wait_for(lambda: self.is_ready() or process.poll() is not None)
         assert process.poll() is None, self.log.read_text()[-3000:]
-        return process
+
+    @contextlib.contextmanager
+    def streaming(self) -> Iterator[None]:
+        """A request is under way there meanwhile."""
+        body = {"model": "mocker", "prompt": PROMPTS[0], "max_tokens": 1_000_000, "stream": True, "ignore_eos": True}
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            assert connection.getresponse().readline().startswith(b"data: {")
+            yield
 
     def is_ready(self) -> bool:
         """As a balancer asks."""
         try:
-            return self.call("GET", "/health/ready")[0] == 200
+            return self.call("GET", "/health/ready", at="openai" if self.ports["openai"] else "health")[0] == 200
         except (OSError, http.client.HTTPException):
             return False
 
-    def call(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports["openai"], timeout=LIMIT_S)
+    def connect(self, at: str = "openai") -> http.client.HTTPConnection:
+        """`at`: a name of `ports`."""
+        if self.pair is None or at != "openai":
+            return http.client.HTTPConnection("127.0.0.1", self.ports[at], timeout=LIMIT_S)
+        trusted = ssl.create_default_context(cafile=self.pair[0])
+        return http.client.HTTPSConnection("127.0.0.1", self.ports[at], timeout=LIMIT_S, context=trusted)
+
+    def call(self, method: str, path: str, body: Any = None, at: str = "openai") -> tuple[int, bytes]:
+        connection = self.connect(at)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {"content-type": "application/json"})
@@ -98,7 +134,7 @@ class Generation:
         finally:
             connection.close()
 
-    def ask(self, prompt: str) -> str:
+    def ask(self, prompt: Prompt) -> str:
         body = {"model": "mocker", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
         status, answer = self.call("POST", "/v1/completions", body | {"bireme": {"ignore_eos": True}})
         assert status == 200, answer
@@ -108,10 +144,12 @@ class Generation:
 class Clients:
     """Ask whichever entry says that it is ready; a context manager."""
 
-    def __init__(self, entries: Sequence[Generation], known: Mapping[str, set[str]], num_clients: int = 4) -> None:
-        """`known`: prompt -> its answers, one a revision."""
+    def __init__(
+        self, entries: Sequence[Generation], known: Mapping[Prompt, set[str]], num_clients: int = 4, pause_s: float = 0
+    ) -> None:
+        """`known`: prompt -> its answers, one a revision; these prompts are sent. `pause_s`: after an answer."""
         self.entries = list(entries)
-        self._known, self._num_clients = known, num_clients
+        self._known, self._num_clients, self._pause_s = known, num_clients, pause_s
         self.served: Counter[int] = Counter()  # by the entry's port
         self.problems: list[str] = []
         self._stopping = threading.Event()
@@ -129,6 +167,7 @@ class Clients:
             thread.join(LIMIT_S)
 
     def _run(self, at: int) -> None:
+        prompts = list(self._known)
         while not self._stopping.is_set():
             at += 1
             ready = [entry for entry in list(self.entries) if entry.is_ready()]
@@ -136,7 +175,7 @@ class Clients:
                 self.problems.append("no entry is ready")
                 time.sleep(0.05)
                 continue
-            entry, prompt = ready[at % len(ready)], PROMPTS[at % len(PROMPTS)]
+            entry, prompt = ready[at % len(ready)], prompts[at % len(prompts)]
             try:
                 answer = entry.ask(prompt)
             except ConnectionRefusedError:  # nothing was sent: a balancer takes another one
@@ -145,6 +184,7 @@ class Clients:
                 self.problems.append(f"{entry.ports['openai']}: {error!r}")
                 continue
             self.served[entry.ports["openai"]] += 1
+            self._stopping.wait(self._pause_s)
             if answer not in self._known[prompt]:
                 self.problems.append(f"{entry.ports['openai']}: {prompt}: {answer!r}")
 
@@ -160,11 +200,16 @@ def before_the_door(folder: Path) -> Path:
     return folder
 
 
+def update_command(old: Generation, new: Generation, *arguments: str) -> list[str]:
+    doors = ["--old", old.door.address, "--new", new.door.address, "--admin-key-file", str(old.folder / "key")]
+    trusted = ["--admin-ca", new.pair[0], "--entry-ca", new.pair[0]] if new.pair else []
+    update = [sys.executable, str(CHECKOUT / "tools" / "update.py"), *doors, *trusted, "--entry", new.entry]
+    return [*update, "--json", *arguments]
+
+
 def update(old: Generation, new: Generation, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Run tools/update.py; return its code, its result and what it told."""
-    doors = ["--old", old.door.address, "--new", new.door.address, "--admin-key-file", str(old.folder / "key")]
-    entry = f"http://127.0.0.1:{new.ports['openai']}"
-    command = [sys.executable, str(CHECKOUT / "tools" / "update.py"), *doors, "--entry", entry, "--json", *arguments]
+    command = update_command(old, new, *arguments)
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 

@@ -1,15 +1,21 @@
 """tools/update.py, under load: a generation takes another one's place, or is found not to be fit for it."""
 
 import contextlib
+import itertools
+import json
 import os
 import secrets
 import shlex
 import signal
+import subprocess
+from subprocess import PIPE
 
 import pytest
 
-from tests.server.rolling_turns import (
+from tests.server.generations.rolling_turns import (
     KEY,
+    LIMIT_S,
+    NUM_TOKENS,
     PROMPTS,
     Clients,
     Generation,
@@ -18,27 +24,37 @@ from tests.server.rolling_turns import (
     mocked,
     of_weights,
     update,
+    update_command,
     wait_for,
 )
+from tests.server.generations.shared_generations import CONTEXT
 from tools.make_sample_model import make
 
 pytestmark = pytest.mark.server
 QUICK = ("--mirror", "1", "--min-compared", "20", "--pause", "1", "--max-ttft-ratio", "100")
+FEW = {"num_clients": 2, "pause_s": 0.05}  # the soak has more
 REVISION, OTHER, NUM_TURNS = mocked(30000), mocked(20000), int(os.environ.get("TURNS", "20"))
 REAL = range(9, 13)  # turns to a real engine, of two revisions
 
 
+LONG = tuple(range(1000, 1000 + CONTEXT - NUM_TOKENS // 2))  # the new generation's context ends in its answer
+
+
 @pytest.fixture(scope="module")
-def old(sample_model, tmp_path_factory):
-    sample_model("llama")
-    folder = tmp_path_factory.mktemp("rolling")
-    (folder / "key").write_text(KEY)
-    running = Generation(folder, REVISION)
-    process = running.start()
-    yield running
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    process.wait(60)
+def old(generations):
+    return generations.old
+
+
+@pytest.fixture
+def new(generations):
+    """Outside of the balancer, whatever the test before has left."""
+    old, new = generations.old, generations.new
+    old.door.post("/undrain")
+    old.door.post("/mirror", url=None)
+    new.door.post("/weight", weight=0)
+    new.door.post("/drain")
+    wait_for(lambda: has_its_place(old, new))
+    return new
 
 
 @pytest.fixture(scope="module")
@@ -50,38 +66,62 @@ def started(new):
     return ("--start", shlex.join(new.command), "--log", str(new.log))
 
 
+def has_its_place(old, new):
+    """The old one serves alone."""
+    told = [launch.door.status() for launch in (old, new)]
+    is_taken_back = [(one["draining"], one["mirror"]) for one in told] == [(False, None), (True, None)]
+    return is_taken_back and told[1]["weight"] == 0 and old.is_ready() and not new.is_ready()
+
+
 def test_one_that_never_gets_ready_is_not_taken(old, known):
     new = Generation(old.folder, REVISION)
-    with Clients([old, new], known) as clients:
+    with Clients([old, new], known, **FEW) as clients:
         code, result, told = update(old, new, "--start", "sleep 600", "--log", str(new.log), "--ready-limit", "1")
     assert code == 1 and "the new generation was not ready within 1 s" in result["reason"], told
     assert clients.problems == [] and old.is_ready()
 
 
-def test_one_that_answers_differently_is_found_and_not_taken(old, known):
-    new = Generation(old.folder, OTHER)
-    with Clients([old, new], known) as clients:
-        code, result, told = update(old, new, *started(new), *QUICK)
-    assert code == 1 and "the new generation answers differently: " in result["reason"], told + new.log.read_text()
-    assert "choices[0].text: they differ at 0 of " in result["reason"]
+def test_one_that_answers_differently_is_found_and_not_taken(old, new):
+    with Clients([old, new], {LONG: {old.ask(LONG)}}, **FEW) as clients:
+        code, result, told = update(old, new, *QUICK)
+    assert code == 1 and "the new generation answers differently: " in result["reason"], told
+    assert "choices[0].text: they differ at " in result["reason"] and has_its_place(old, new)
     assert clients.problems == [] and clients.served.keys() == {old.ports["openai"]}
-    assert old.door.status()["mirror"] is None and old.is_ready()
 
 
-def test_one_that_answers_the_same_takes_the_place_and_back_brings_the_old_one_again(old, known):
-    new = Generation(old.folder, REVISION)
-    with Clients([old, new], known) as clients:
-        code, result, told = update(old, new, *started(new), *QUICK)
-        assert code == 0, told + new.log.read_text()
-        try:
-            assert result["taken"] and result["compared"]["different"] == result["compared"]["failed"] == 0
-            assert old.door.status()["safe_to_delete"] and not old.is_ready()
-            for _ in range(2):  # as often as one likes
-                assert update(old, new, "--back")[0] == 1
-            wait_for(lambda: old.is_ready() and not new.is_ready())
-        finally:
-            os.kill(result["pid"], signal.SIGTERM)
+def test_ctrl_c_among_the_weights_has_the_old_one_take_everything_again_and_so_has_back(old, new, known):
+    waits = ("--mirror", "0", "--steps", "0.5,1", "--pause", "600")
+    with Clients([old, new], known, **FEW) as clients:
+        running = subprocess.Popen(update_command(old, new, *waits), stdout=PIPE, stderr=PIPE, text=True)
+        told = list(itertools.takewhile(lambda line: line != "update: weight 0.5\n", running.stderr))
+        wait_for(lambda: new.door.status()["shares"] == {"1": 0.5, "0": 0.5})
+        running.send_signal(signal.SIGINT)
+        result, rest = running.communicate(timeout=LIMIT_S)
+        assert running.returncode == 1 and json.loads(result)["reason"] == "it was interrupted", [*told, rest]
+        assert rest.endswith("update: the old generation takes all requests\n")
+        wait_for(lambda: has_its_place(old, new))
+        assert update(old, new, "--back")[0] == 1 and has_its_place(old, new)  # as often as one likes
+    assert clients.problems == []
+
+
+def test_one_that_answers_the_same_takes_the_place_and_back_brings_the_old_one_again(old, new, known):
+    with Clients([old, new], known, **FEW) as clients:
+        code, result, told = update(old, new, *QUICK)
+        assert code == 0 and result["by"] == "weights", told
+        assert result["compared"]["same"] >= 20 and result["compared"]["different"] == result["compared"]["failed"] == 0
+        assert old.door.status()["safe_to_delete"] and not old.is_ready()
+        assert update(old, new, "--back")[0] == 1
+        wait_for(lambda: has_its_place(old, new))
     assert clients.problems == [] and clients.served.keys() == {old.ports["openai"], new.ports["openai"]}
+
+
+def test_an_old_one_that_is_still_at_work_after_the_limit_is_told(old, new):
+    with old.streaming():
+        code, result, told = update(old, new, "--mirror", "0", "--pause", "0", "--drain-limit", "0")
+        assert code == 3 and result["taken"] and not result["is_old_safe"], told
+        assert "update: the new generation serves, and the old one is still at work: " in told
+        assert any("under way" in reason for reason in result["left"])
+    wait_for(lambda: old.door.status()["safe_to_delete"])
 
 
 @pytest.mark.soak
@@ -89,7 +129,8 @@ def test_launches_that_share_a_discovery_hand_over_by_weights(sample_model, tmp_
     sample_model("llama")
     (tmp_path / "key").write_text(KEY)
     monkeypatch.setenv("BIREME_KEY", secrets.token_hex(32))
-    old, new = (Generation(tmp_path, REVISION, number=number) for number in (1, 2))
+    shared = [f"--discovery={tmp_path / 'shared'}", "--weight=0"]
+    old, new = (Generation(tmp_path, REVISION, arguments=(*shared, f"--generation={number}")) for number in (1, 2))
     process = old.start()
     pids = [process.pid]
     try:
