@@ -310,7 +310,7 @@ class RouterConfig(Settings, frozen=True, kw_only=True):
     session_ttl_s: PositiveDuration = 300.0  # a session stays with its worker until it has been silent for so long
     max_sessions: Positive = 65_536  # of one router; above it the one silent longest is forgotten
     busy: tuple[BusyRule, ...] = ()  # when all workers are busy, a request is refused with RESOURCE_EXHAUSTED
-    # A prompt is computed by decode itself where that takes it less time than the transfer would.
+    # A prompt is computed by decode itself where that costs less than the transfer would. Until engines have measured:
     prefill_ms_per_token: Duration = 0.03  # of decode's time, for a prompt token that it computes
     transfer_ms: Duration = 4.0  # a hop over prefill and a transfer of any size; 0: every prompt is transferred
     transfer_ms_per_token: Duration = 0.002
@@ -626,7 +626,10 @@ class Recipe(Settings, frozen=True, kw_only=True):
     @property
     def has_load_routing(self) -> bool:
         """Whether routers ask how busy workers are: then engines publish their load."""
-        return self.routing_mode in ("kv", "least_loaded", "power_of_two") or bool(self.router.busy)
+        by_mode = self.routing_mode in ("kv", "least_loaded", "power_of_two") or bool(self.router.busy)
+        kinds = [self.workers[stage].kind for stage in ROUTED_STAGES if stage in self.workers]
+        tell = len(kinds) == len(ROUTED_STAGES) and all(kind.tells_prices for kind in kinds)
+        return by_mode or (tell and self.router.transfer_ms > 0)  # who computes a prompt goes by what they tell
 
 
 WORKER_STAGES = ("prefill", "decode", "multimodal_encoder", "embedding", "video_diffusion")

@@ -20,6 +20,7 @@ class EngineKind:
     makes_embeddings: bool = False  # serves the stage `embedding`
     scores_prompts: bool = True  # log probabilities of the prompt's own tokens
     rests_best_effort: bool = True  # requests of priority 0 sit out steps for others (best_effort.py)
+    tells_prices: bool = False  # with its load, what prompts cost it
     follows_triggers: bool = False  # guides that a token begins (`trigger` of guided_decoding)
     modules: tuple[str, ...] = ()  # imported by its process
     remedy: str = ""  # how to get these
@@ -30,6 +31,7 @@ class EngineKind:
 ENGINE_KINDS: dict[EngineName, EngineKind] = {
     "torch": EngineKind(
         makes_embeddings=True,
+        tells_prices=True,
         follows_triggers=True,
         modules=("torch", "transformers", "safetensors"),
         remedy="pip install -e .[torch]",

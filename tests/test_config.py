@@ -471,3 +471,15 @@ def test_what_metrics_can_not_be_is_refused_by_file_and_key(write, keys, message
 def test_bounds_are_read_as_numbers(write):
     recipe = load_recipe(write(DECODE + "metrics: {buckets: {bireme_queue_seconds: [0, 1, 2.5]}}"))
     assert recipe.metrics.buckets == {"bireme_queue_seconds": (0.0, 1.0, 2.5)}
+
+
+@pytest.mark.parametrize(
+    ("engine", "router", "is_told"),
+    [("torch", {}, True), ("torch", {"transfer_ms": 0}, False), ("mocker", {}, False)],
+)
+def test_two_stages_that_measure_what_prompts_cost_tell_their_load(write, engine, router, is_told):
+    engines = {"prefill": {"engine": engine}, "decode": {"engine": engine}}
+    recipe = load_recipe(
+        write(disaggregated(router=router)), json.dumps({"model": "models/tiny-chat", "workers": engines})
+    )
+    assert (recipe.routing_mode, recipe.has_load_routing) == ("round_robin", is_told)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bireme.engines.memory.client import WeightsHold
+    from bireme.kv.wire.event_wire import WorkerPrices
     from bireme.multimodal.embedding_share import EmbeddingShare
     from bireme.multimodal.encoding import EncodeOutcome
 
@@ -122,6 +123,7 @@ class EngineProgress:
     num_waiting_tokens: int = 0  # prompt tokens that are still to be computed, of waiting and running requests
     num_blocks_used: int = 0
     num_blocks: int = 0
+    prices: Callable[[], WorkerPrices | None] | None = None  # what it takes, as measured; None: it does not measure
 
 
 class Engine(Protocol):

@@ -101,6 +101,7 @@ class TorchEngine(EncodeSide):
             core.num_waiting_tokens + self._num_submitted_tokens,
             core.num_blocks_used,
             self._loaded.num_blocks,
+            self._loaded.prices,
         )
 
     def kv_events(self) -> list[KvEvent]:

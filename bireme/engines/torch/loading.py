@@ -23,7 +23,8 @@ from bireme.engines.torch.scheduling.disaggregation import TorchExporter, TorchI
 from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.scheduling.parts import Parts
-from bireme.engines.torch.scheduling.step_costs import StepCosts
+from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
+from bireme.engines.torch.scheduling.step_prices import NOTHING, prices_of
 from bireme.engines.torch.scheduling.step_times import StepTimesFile
 from bireme.engines.torch.step import Post
 from bireme.engines.torch.weights.checkpoint import eos_token_ids
@@ -33,6 +34,7 @@ from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
 from bireme.kv.blocks.block_pool import DEFAULT_PRIORITY
 from bireme.kv.blocks.disk_blocks import DiskBlocks
 from bireme.kv.blocks.events import EventBuffer
+from bireme.kv.wire.event_wire import WorkerPrices
 from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
 from bireme.own_work import Work
@@ -108,6 +110,7 @@ class LoadedEngine:
         _start_transfer(setup, store)
         setup.findings.keep()
         self.step_times.start(costs)
+        self._costs, self._stage, self._transfer = costs, context.stage, context.transfer
         phases.end("rest")
         forward.make_first_graphs(_FIRST_GRAPHS_S)
         phases.end("graphs")
@@ -134,6 +137,14 @@ class LoadedEngine:
         logger.info("step_paths %s", ",".join(self.capacity.step_paths))
         logger.info("prompt_attention %s", ",".join(self.capacity.prompt_attention) or "of the path")
         logger.info("load_seconds %s", " ".join(f"{name}={value:.2f}" for name, value in phases.seconds.items()))
+
+    def prices(self) -> WorkerPrices | None:
+        """Return what the engine takes beside what it does now, from any thread; None: it has computed too little."""
+        beside = NOTHING
+        if self._stage != "prefill":
+            beside = StepWork(self.core.num_running, 0, self.core.num_blocks_used * self.limits.tokens_per_block)
+        transfer_ms = self._transfer.line_ms if self._transfer is not None else None
+        return prices_of(self._costs, beside, self.limits.max_num_tokens, transfer_ms)
 
 
 class _Phases:

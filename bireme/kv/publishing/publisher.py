@@ -32,6 +32,7 @@ from bireme.kv.wire.event_wire import (
     LoadReport,
     WireEvent,
     WorkerLoad,
+    WorkerPrices,
     encode_payload,
     event_topic,
 )
@@ -43,6 +44,7 @@ logger = logging.getLogger("bireme.kv")
 LOOK_S = 0.01  # between two looks while something changes
 LOAD_S = 0.05  # between two reports of which only blocks and tokens differ: in decode they do at every step
 HEARTBEAT_S = 1.0
+PRICES_S = 0.25  # between two looks at what the engine takes
 _QUIET_S = 0.1  # without a change for so long it sleeps until it is woken
 _BATCH_WEIGHT = 65_536  # tokens and hashes of one batch: half a MiB at the most, which every plane carries
 _SNAPSHOT_WEIGHT = 16_384  # of one turn's part
@@ -67,6 +69,8 @@ class EngineState(Protocol):
     def num_blocks_used(self) -> int: ...
     @property
     def num_blocks(self) -> int: ...
+    @property
+    def prices(self) -> Callable[[], WorkerPrices | None] | None: ...
 
 
 class EventSource(Protocol):
@@ -207,6 +211,8 @@ class KvPublisher:
         self._is_answering = False  # readers take what is sent to them
         self._load_seq = 0
         self._last_load: WorkerLoad | None = None
+        self._prices: WorkerPrices | None = None
+        self._priced_at = 0.0
         self._reported_at = self._changed_at = self._last_ts = 0.0
         self._had_failed = self._has_failed = False  # the last turn, this one
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)  # after turns that fail
@@ -320,7 +326,9 @@ class KvPublisher:
             if now - self._reported_at < (LOAD_S if is_due else HEARTBEAT_S):
                 return
             is_new = is_due
-        load = _load_of(state)
+        if state.prices is not None and now - self._priced_at >= PRICES_S:
+            self._prices, self._priced_at = state.prices(), now
+        load = _load_of(state, self._prices)
         if is_new:
             self._changed_at = now
         if now - self._reported_at >= HEARTBEAT_S:
@@ -394,7 +402,7 @@ class KvPublisher:
             self._has_failed = True
 
 
-def _load_of(state: EngineState) -> WorkerLoad:
+def _load_of(state: EngineState, prices: WorkerPrices | None) -> WorkerLoad:
     return WorkerLoad(
         state.num_running,
         state.num_waiting,
@@ -402,6 +410,7 @@ def _load_of(state: EngineState) -> WorkerLoad:
         state.num_blocks_used,
         state.num_blocks,
         state.step,
+        prices,
     )
 
 

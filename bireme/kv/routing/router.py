@@ -48,12 +48,14 @@ from bireme.kv.routing.placement import (
     WorkerFollower,
     WorkerWork,
 )
+from bireme.kv.routing.prompt_prices import PromptSide, Transfer, is_decode_cheaper
 from bireme.kv.routing.sessions import SessionTable
 from bireme.kv.routing.targets import DEFAULT_TOKENS_PER_BLOCK, StageTargets, Target
 from bireme.kv.wire.event_wire import WorkerLoad
 
 DOWN_S, MAX_DOWN_S = 1.0, 8.0  # how long a lost worker is skipped, unless it is the only one; doubles with each loss
 MAX_RETRY_S = 60  # that a refused request is told to wait
+_STEP_TOKENS = 2048  # of a worker that does not tell: the most of a step
 _EVEN = 1e-9  # costs that differ by less are even
 
 
@@ -282,7 +284,7 @@ class WorkerRouter:
         if not has_prefill:
             return Decision(None, decode)
         wanted = request.wanted("prefill")
-        if not wanted[0] and self._is_short(request, decode):
+        if not wanted[0] and self._is_short(request, decode, sources, now):
             return Decision(None, decode, is_short=True)
         reach = self._reach("prefill", decode.target.record)
         if wanted == ANYBODY and not (sources & reach).any():
@@ -474,13 +476,44 @@ class WorkerRouter:
         pairs = [(record, other) if name == "prefill" else (other, record) for record in records]
         return np.array([can_transfer(*pair) for pair in pairs], bool)
 
-    def _is_short(self, request: RoutingRequest, decode: StageChoice) -> bool:
-        """Whether decode computes what it lacks of the prompt in less of its time than a transfer costs."""
+    def _is_short(self, request: RoutingRequest, decode: StageChoice, sources: Mask, now: float) -> bool:
+        """Whether it costs all requests together less if decode computes what it lacks of the prompt.
+
+        By what both sides have measured, else by the recipe's prices: its own time against a transfer's.
+        """
         config, capacity = self._config, decode.target.record.capacity
+        if self._must_transfer:
+            return False
         num_new = len(request.prompt) - (decode.cached_tokens or 0)
-        if self._must_transfer or (capacity is not None and num_new > capacity.max_num_tokens):
+        prices = decode.target.report.prices if decode.target.report is not None else None
+        if prices is not None and config.transfer_ms:
+            prefill = self._cheapest_source(request, sources & self._reach("prefill", decode.target.record), now)
+            if prefill is not None:
+                stage, at = self._stages["decode"], decode.target.index
+                here = PromptSide(prices, num_new, float(stage.waiting_tokens(now)[at]), _step_tokens(decode.target))
+                start_ms, slope = 0.0, config.transfer_ms_per_token
+                if prices.transfer_start_ms >= 0:
+                    start_ms, slope = prices.transfer_start_ms, prices.transfer_ms_per_token
+                transfer = Transfer(config.transfer_ms, start_ms, slope)
+                return is_decode_cheaper(here, float(stage.requests[at]), prefill, transfer)
+        if capacity is not None and num_new > capacity.max_num_tokens:
             return False
         return num_new * config.prefill_ms_per_token < config.transfer_ms + num_new * config.transfer_ms_per_token
+
+    def _cheapest_source(self, request: RoutingRequest, allowed: Mask, now: float) -> PromptSide | None:
+        """Return the prefill worker with the least to do until it has the prompt; None: none tells its prices."""
+        stage = self._stages["prefill"]
+        told = [target.report.prices if target.report is not None else None for target in stage.targets]
+        able = allowed & np.array([prices is not None for prices in told], bool)
+        if not able.any():
+            return None
+        hashes = self._hash_prompt and self._hash_prompt(request, stage.tokens_per_block)
+        held, _ = self._held(stage, request, hashes)
+        waiting, new = stage.waiting_tokens(now), np.maximum(len(request.prompt) - held * stage.tokens_per_block, 1.0)
+        at = int(np.where(able, waiting + new, np.inf).argmin())
+        prices = told[at]
+        assert prices is not None
+        return PromptSide(prices, float(new[at]), float(waiting[at]), _step_tokens(stage.targets[at]))
 
     def _prices(self, stage: str, has_prefill: bool) -> Prices:
         config = self._config
@@ -585,6 +618,11 @@ def _sent(choice: StageChoice, request: RoutingRequest, is_used: bool, is_comput
     if not is_computed:
         return SentRequest(used, 0, num_new=len(missing))
     return SentRequest(used, num_new, missing, len(request.prompt), len(missing))
+
+
+def _step_tokens(target: Target) -> int:
+    capacity = target.record.capacity
+    return capacity.max_num_tokens if capacity is not None else _STEP_TOKENS
 
 
 def _cached_tokens(stage: StageTargets, request: RoutingRequest, num_blocks: float) -> int:

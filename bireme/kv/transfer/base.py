@@ -94,6 +94,10 @@ class KvTransfer(Protocol):
     @property
     def reaches_other_hosts(self) -> bool: ...
 
+    @property
+    def line_ms(self) -> tuple[float, float] | None:
+        """What fetches take: start, and price of a token; None: too few have ended."""
+
     def start(self, layout: KvLayout, memory: RowMemory | None = None) -> None:
         """Begin to serve. `memory`: where the rows of most leases and fetches will lie. Raises ConfigError."""
 

@@ -74,6 +74,10 @@ class FakeTransfer:
 
     reaches_other_hosts = False
 
+    @property
+    def line_ms(self) -> tuple[float, float] | None:
+        return None
+
     def start(self, layout: KvLayout, memory: RowMemory | None = None) -> None:
         self.layout = layout
         self._copier.start()

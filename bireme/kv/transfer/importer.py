@@ -37,6 +37,7 @@ from bireme.kv.transfer.backend import Backend, Inlet
 from bireme.kv.transfer.base import Done, Find, KvLayout, fetch_failure
 from bireme.kv.transfer.chunks import TransferPlan, plan_chunks
 from bireme.kv.transfer.copier import Copier
+from bireme.kv.transfer.costs import TransferCosts
 from bireme.kv.transfer.memory import TokenRows
 from bireme.kv.transfer.process import FarProcess, Process
 from bireme.kv.transfer.shm_file import file_prefix
@@ -176,6 +177,7 @@ class Importer:
     disconnect: Callable[[Any], None]
     post: Callable[[Callable[[], None]], object]
     metrics: Registry
+    costs: TransferCosts
 
     def __post_init__(self) -> None:
         self._host = host_id()
@@ -517,7 +519,10 @@ class Importer:
         del self._fetches[fetch.number]
         if not fetch.params.is_canary:
             self.metrics.add("bireme_kv_transfer_bytes_total", fetch.plan.num_bytes, "import")
-            self.metrics.observe("bireme_kv_transfer_seconds", time.monotonic() - fetch.began_at, "import")
+            seconds = time.monotonic() - fetch.began_at
+            self.metrics.observe("bireme_kv_transfer_seconds", seconds, "import")
+            if (num_tokens := fetch.params.num_tokens - min(fetch.firsts)) > 0:
+                self.costs.add(num_tokens, seconds)
         self._close_inlet(fetch)
 
     def _count(self, error: BiremeError) -> None:

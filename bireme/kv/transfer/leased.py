@@ -27,6 +27,7 @@ from bireme.kv.transfer.base import Done, Find, KvFetch, KvLayout, Lease
 from bireme.kv.transfer.buffer import TransferBuffer
 from bireme.kv.transfer.chunks import CHUNK_BYTES
 from bireme.kv.transfer.copier import Copier
+from bireme.kv.transfer.costs import TransferCosts
 from bireme.kv.transfer.exporter import Exporter, Outgoing
 from bireme.kv.transfer.importer import Importer, RowFetch
 from bireme.kv.transfer.lease import LeaseTable
@@ -85,6 +86,7 @@ class LeasedTransfer:
         self._is_closing = False
         self._next_tick = self._next_look = 0.0
         self._poller: Any = zmq.Poller()
+        self._costs = TransferCosts()
         self._dealers: set[Any] = set()
 
     @property
@@ -94,6 +96,10 @@ class LeasedTransfer:
     @property
     def reaches_other_hosts(self) -> bool:
         return self._endpoint.startswith("tcp://")
+
+    @property
+    def line_ms(self) -> tuple[float, float] | None:
+        return self._costs.line_ms
 
     def start(self, layout: KvLayout, memory: RowMemory | None = None) -> None:
         buffer: TransferBuffer[Outgoing] = TransferBuffer(self._config.max_tokens_in_buffer, layout.bytes_per_token)
@@ -289,6 +295,7 @@ class LeasedTransfer:
             disconnect=self._disconnect,
             post=self._mailbox.post,
             metrics=self._metrics,
+            costs=self._costs,
         )
 
 

@@ -82,6 +82,19 @@ class DecodedBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+# Prompts whose cost is told: the shortest that costs more than its launch, and fourfold lengths from there.
+PRICED_TOKENS = (32, 128, 512, 2048, 8192)
+
+
+class WorkerPrices(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the worker's engine takes, measured by itself, in milliseconds."""
+
+    step_ms: float  # with the requests that run now, and no prompt
+    prompt_ms: tuple[float, float, float, float, float]  # what prompts of PRICED_TOKENS, alone or in parts, add to that
+    transfer_start_ms: float = -1.0  # of KV from prefill; below 0: not measured
+    transfer_ms_per_token: float = 0.0
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: int  # requests
     num_waiting: int
@@ -89,6 +102,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_blocks_used: int
     num_blocks: int
     step: int  # engine steps done
+    prices: WorkerPrices | None = None  # None: it has measured none
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepTime, StepWork
+from bireme.engines.torch.scheduling.step_prices import prices_of
 from bireme.engines.torch.scheduling.step_times import StepTimesFile
 
 DECODE = StepWork(16, 0, 16 * 300)
@@ -115,6 +116,22 @@ def test_the_file_is_read_by_the_next_start_of_the_same_engine_alone(learned, tm
     assert StepTimesFile(path, device, "another model").read() == []
     path.write_bytes(b"{")
     assert StepTimesFile(path, device, "model").read() == [] and "step_times_not_read" in caplog.text
+
+
+def test_a_router_is_told_what_prompts_add(machine):
+    costs = StepCosts()
+    assert prices_of(costs, DECODE, 2048, None) is None
+    visit(costs, DECODE, machine, noise=0.0)
+    assert prices_of(costs, DECODE, 2048, None) is None  # it has computed no prompt
+    for tokens in (64, 130, 250, 500, 1000, 2000):
+        visit(costs, prompt(tokens), machine, noise=0.0)
+    prices = prices_of(costs, DECODE, 2048, (1.2, 0.0004))
+    assert (prices.transfer_start_ms, prices.transfer_ms_per_token) == (1.2, 0.0004)
+    assert prices.step_ms == pytest.approx(1e3 * seconds(DECODE, machine), rel=0.02)
+    added = 1e3 * (seconds(prompt(512), machine) - seconds(DECODE, machine))
+    assert prices.prompt_ms[2] == pytest.approx(added, rel=0.3)
+    assert sorted(prices.prompt_ms) == list(prices.prompt_ms)
+    assert prices.prompt_ms[4] > 3.5 * prices.prompt_ms[3]  # four steps, and the later ones look back
 
 
 def test_points_are_what_others_read():

@@ -94,6 +94,7 @@ def test_an_engine_that_is_told_a_bound_computes_a_prompt_in_parts_beside_stream
     with Harness(tiny("llama").path, max_num_tokens=512, queue={"max_stream_gap_ms": 1e-3}) as engine:
         assert engine.run([request(long, 4)])[0] == wanted
         num_alone = engine.core.num_steps
+        assert engine.engine.progress().prices().prompt_ms[0] >= 0
         running = engine.submit(request(short, 400))
         assert running.has_tokens.wait(60)
         seen = []

@@ -26,6 +26,7 @@ class Source:
     def __init__(self, max_size: int = 1000) -> None:
         self.events = EventBuffer(max_size)
         self.state = {"step": 0, "num_waiting": 0, "num_running": 0, "num_waiting_tokens": 0, "num_blocks_used": 0}
+        self.prices: Any = None
         self.error: Exception | None = None
         self.unread = threading.Lock()  # who holds it records events that the publisher takes all at once
 
@@ -36,7 +37,7 @@ class Source:
             return self.events.drain()
 
     def progress(self) -> Any:
-        return SimpleNamespace(**self.state, num_blocks=8)
+        return SimpleNamespace(**self.state, num_blocks=8, prices=self.prices)
 
     def store(self, tokens: list[int], salt: str = "") -> list[int]:
         hashes = sequence_hashes(tokens, SIZE, event_seed("", salt))

@@ -14,7 +14,7 @@ from bireme.errors import ConfigError
 from bireme.kv.publishing.held_blocks import HeldBlocks
 from bireme.kv.publishing.zmq_plane import ZmqPlane
 from bireme.kv.wire.curve import curve_keys, needs_curve
-from bireme.kv.wire.event_wire import LOAD_TOPIC, WorkerLoad, decode_load
+from bireme.kv.wire.event_wire import LOAD_TOPIC, WorkerLoad, WorkerPrices, decode_load
 from tests.engines.engine_fixtures import wait_for
 from tests.kv.publishing.event_readers import AllBlocksCleared, BlockRemoved, BlockStored, VllmSubscriber
 from tests.kv.publishing.published import KEY, SIZE, Published
@@ -172,6 +172,9 @@ def test_an_error_is_counted_and_the_next_events_come(bench):
     assert one.reader.take()[2].events[0].block_hashes == HASHES
 
 
+PRICES = WorkerPrices(5.4, (2.0, 2.5, 8.6, 48.0, 235.0), 1.2, 0.0004)
+
+
 def test_load_is_told_when_it_changes_and_as_a_sign_of_life(bench):
     one = bench(topic="load", has_events=False)
 
@@ -182,10 +185,11 @@ def test_load_is_told_when_it_changes_and_as_a_sign_of_life(bench):
         return decode_load(payload)
 
     first = report()
-    assert (first.worker, first.life, first.next_seqs) == ("decode", 7, [])
+    assert (first.worker, first.life, first.next_seqs, first.load.prices) == ("decode", 7, [], None)
+    one.source.prices = lambda: PRICES
     one.source.state |= {"num_running": 3, "num_waiting_tokens": 50}
     one.publisher.wake()
-    expected = WorkerLoad(3, 0, 50, 0, 8, 0)
+    expected = WorkerLoad(3, 0, 50, 0, 8, 0, PRICES)
     wait_for(lambda: report().load == expected)
     assert report().load == expected  # a second later, unchanged
 

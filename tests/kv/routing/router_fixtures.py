@@ -15,7 +15,7 @@ from bireme.kv.blocks.hashing import event_seed, sequence_hashes
 from bireme.kv.kernels.arrays import Floats, Hashes
 from bireme.kv.routing.placement import Placement, RoutingRequest
 from bireme.kv.routing.router import WorkerRouter
-from bireme.kv.wire.event_wire import WorkerLoad
+from bireme.kv.wire.event_wire import WorkerLoad, WorkerPrices
 from bireme.messages import Capacity
 from tests.request_options import with_options
 
@@ -83,8 +83,15 @@ def capacity(**fields: Any) -> Capacity:
     return Capacity(**shown | {"tokens_per_block": BLOCK, "num_blocks": 100, "vocab_size": 1000} | fields)
 
 
-def load(running: int = 0, waiting: int = 0, tokens: int = 0, used: int = 0, blocks: int = 100) -> WorkerLoad:
-    return WorkerLoad(running, waiting, tokens, used, blocks, step=0)
+def load(
+    running: int = 0,
+    waiting: int = 0,
+    tokens: int = 0,
+    used: int = 0,
+    blocks: int = 100,
+    prices: WorkerPrices | None = None,
+) -> WorkerLoad:
+    return WorkerLoad(running, waiting, tokens, used, blocks, 0, prices)
 
 
 class RouterBench:
