@@ -75,7 +75,8 @@ class NoPace(StepPace):
 class Running:
     """The engine, and what it has told of each request."""
 
-    def __init__(self, folder: str, options: argparse.Namespace) -> None:
+    def __init__(self, folder: str, options: argparse.Namespace, is_prepared: bool = True) -> None:
+        """`is_prepared`: with all graphs, which an engine makes when it has nothing to do."""
         config = EngineConfig(
             max_batch_size=8 if options.quick else 256,
             max_seq_len=1024 if options.quick else 20000,
@@ -84,18 +85,22 @@ class Running:
             load_format="dummy",
         )
         self.asked: dict[RequestKey, Asked] = {}
+        self.metrics, began = Registry("bench"), time.perf_counter()
         self._engine = TorchEngine(
-            EngineContext("bench", "decode", folder, config, Registry("bench"), None, num_threads=1, life=1),
+            EngineContext("bench", "decode", folder, config, self.metrics, None, num_threads=1, life=1),
             die=lambda code: None,
         )
-        capacity = self._engine.start(self._emit)
-        self._gate = Gate("decode", capacity, Limits(), b"")
+        self.capacity = self._engine.start(self._emit)
+        self.ready_at = time.perf_counter()
+        self.ready_s = self.ready_at - began
+        self._gate = Gate("decode", self.capacity, Limits(), b"")
         self._random = np.random.default_rng(2)
         loaded = self._engine._loaded
         assert loaded is not None
         self._core, self._forward = loaded.core, loaded.core._parts.forward
         self._mixed, self._gap = self._forward.mixed, self._core.scheduler._gap
-        self._post(lambda: self._prepare(loaded.core))
+        if is_prepared:
+            self._post(lambda: self._prepare(loaded.core))
 
     def use(self, way: str) -> None:
         def change() -> None:

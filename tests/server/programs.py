@@ -23,6 +23,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/draws.py": ("--size", "2000"),
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
+    "benchmarks/first_requests_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
