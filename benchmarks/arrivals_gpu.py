@@ -43,6 +43,7 @@ from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry
+from bireme.sizing.simulator.synthetic import poisson_chats
 
 AIM_JOIN_128 = 19.5  # ms to the first token of 128 tokens that join 64 streams of the 8B shape
 AIM_TPOT = {8.0: 6.89, 20.0: 7.82, 30.0: 8.98}  # ms: what vLLM 0.26 needed in process on an H100
@@ -181,13 +182,12 @@ def join(engine: Running, num_streams: int, context: int, lengths: Sequence[int]
 
 def arrivals(engine: Running, rate: float, options: argparse.Namespace) -> dict[str, Any]:
     """Return what requests at this rate see; those of the first and last second are load, not measured."""
-    random, asked, began = np.random.default_rng(int(rate)), [], time.perf_counter()
     seconds, scale, others = options.seconds, 0.05 if options.quick else 1.0, np.random.default_rng(1)
-    at, moments = 0.0, []
-    while (at := at + random.exponential(1 / rate)) < seconds:
-        lengths = (random.lognormal(np.log(235 * scale) - 0.32, 0.8), random.lognormal(np.log(200 * scale) - 0.32, 0.8))
-        inputs, outputs = (int(min(max(one, 4), 1500 * scale)) for one in lengths)
-        moments.append((at, options.long if others.random() < options.long_share else inputs, outputs))
+    moments = [
+        (at, options.long if others.random() < options.long_share else inputs, outputs)
+        for at, inputs, outputs in poisson_chats(np.random.default_rng(int(rate)), rate, seconds, scale)
+    ]
+    asked, began = [], time.perf_counter()
     for at, inputs, outputs in moments:
         time.sleep(max(0.0, began + at - time.perf_counter()))
         asked.append(engine.submit(inputs, outputs))

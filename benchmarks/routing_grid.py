@@ -33,15 +33,19 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.options import numbers
-from benchmarks.simulation.cluster import ClusterSettings, Outcome, simulate
-from benchmarks.simulation.trace import TOKENS_PER_BLOCK, SimulatedRequest, spread
 from bireme.config import MockerConfig, RouterConfig
+from bireme.sizing.simulator.cluster import ClusterSettings, simulate
+from bireme.sizing.simulator.outcome import Outcome
+from bireme.sizing.simulator.trace import TOKENS_PER_BLOCK, SimulatedRequest, spread
+from bireme.sizing.simulator.worker import SimulatedEngine
+from bireme.sizing.step_times import StepTimes
 
 TURNS = 8  # of a conversation
 QUESTION = 4  # blocks that a turn adds
 OWN_BLOCKS = QUESTION * (TURNS + 1) / 2  # of a prompt in the mean, beside what all share
 ANSWER_TOKENS = 16
 MODEL = MockerConfig(step_ms=5.0, step_ms_per_request=0.05, prefill_ms_per_token=0.05)
+TIMES = StepTimes.of_mocker(MODEL)
 PACED_S, PACED_WORKERS, PACED_BLOCKS, PACED_CONVERSATIONS = 4.0, 2, 500, 24
 AIM_PACED = 0.75
 AIM_HITS = 0.98
@@ -98,7 +102,9 @@ def paced(weight: float, seed: int) -> float:
     prompts = turns(np.random.default_rng(seed), [0] * PACED_CONVERSATIONS, QUESTION)
     requests = requests_of(prompts, [PACED_S * number for number in range(PACED_CONVERSATIONS * TURNS)])
     settings = ClusterSettings(
-        num_workers=PACED_WORKERS, num_blocks=PACED_BLOCKS, model=MODEL, router=RouterConfig(turnover_weight=weight)
+        num_decode=PACED_WORKERS,
+        decode=SimulatedEngine(TIMES, PACED_BLOCKS),
+        router=RouterConfig(turnover_weight=weight),
     )
     return hits(simulate(requests, "kv", settings))
 
@@ -116,7 +122,7 @@ def measure(cell: Cell, options: argparse.Namespace) -> Iterator[dict[str, float
             requests,
             mode,
             ClusterSettings(
-                num_workers=options.workers, num_routers=options.routers, num_blocks=num_blocks, model=MODEL,
+                num_decode=options.workers, num_routers=options.routers, decode=SimulatedEngine(TIMES, num_blocks),
                 router=router, seed=options.seed,
             ),
         )  # fmt: skip

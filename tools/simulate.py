@@ -1,13 +1,15 @@
 """Replay requests through bireme's router and prefix index in virtual time, for each routing mode.
 
-The router and the index are the real ones; workers have the mocker's timing model and a cache of KV blocks; what
-routers know of them comes late by --lag-ms. The same --seed gives the same figures, whatever the machine.
+The router and the index are the real ones; workers have an engine's measured step times, or the mocker's timing model,
+its rules of scheduling and a cache of KV blocks; what routers know of them comes late by --lag-ms. The same --seed
+gives the same figures, whatever the machine.
 
     python tools/simulate.py conversations
     python tools/simulate.py mooncake_conversation.jsonl --modes kv,round_robin --plot modes.png
     python tools/simulate.py shared_prefix --requests 4000 --rate 12 --workers 8
     python tools/simulate.py agentic --routers 8 --config '{"decode_weight": 0.3}'
     python tools/simulate.py /tmp/dynamo-request-trace.*.jsonl.gz
+    python tools/simulate.py conversations --prefill-workers 0,2,4 --workers 8 --step-times h100-8b-bf16 --modes kv
     python tools/simulate.py log/requests.*.jsonl --workers 2,4,8 --modes kv --speed 2     # for twice the traffic
 
 Good are requests within --slo-ttft-ms and --slo-itl-ms. Traces have Mooncake's form (kvcache-ai/Mooncake,
@@ -22,6 +24,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,9 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 import numpy as np
 
 from benchmarks.options import chosen, numbers
-from benchmarks.simulation.cluster import ClusterSettings, Outcome, simulate
-from benchmarks.simulation.trace import (
-    GENERATORS,
+from bireme.config import MockerConfig, RouterConfig, RoutingMode
+from bireme.conversion import convert
+from bireme.errors import ConfigError
+from bireme.sizing.simulator.cluster import ClusterSettings, simulate
+from bireme.sizing.simulator.outcome import Outcome
+from bireme.sizing.simulator.synthetic import GENERATORS
+from bireme.sizing.simulator.trace import (
     TOKENS_PER_BLOCK,
     SimulatedRequest,
     Trace,
@@ -44,11 +51,11 @@ from benchmarks.simulation.trace import (
     read_traces,
     spread_out,
 )
-from bireme.config import MockerConfig, RouterConfig, RoutingMode
-from bireme.conversion import convert
-from bireme.errors import ConfigError
+from bireme.sizing.simulator.worker import SimulatedEngine
+from bireme.sizing.step_times import StepTimes, published
 
 MODES = tuple(mode for mode in get_args(RoutingMode) if mode != "direct")
+BACKGROUND = 0.2  # priority
 COLUMNS = {
     "ttft_p50_ms": "TTFT p50", "ttft_p99_ms": "p99 ms", "itl_p50_ms": "ITL p50", "itl_p99_ms": "p99 ms",
     "hit_rate": "hit rate", "hits_of_endless": "of endless", "load_cov": "load CoV", "tokens_per_s": "tokens/s",
@@ -61,34 +68,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         router = convert(json.loads(options.config), RouterConfig, "--config")
         trace = load(options)
-        if min(options.workers) < 1:
-            raise ValueError(f"--workers {min(options.workers)}: 1 or more")
+        times = step_times(options)
+        for option, least in (("workers", 1), ("prefill_workers", 0)):
+            if (found := min(getattr(options, option))) < least:
+                raise ValueError(f"--{option.replace('_', '-')} {found}: {least} or more")
     except (ConfigError, ValueError, OSError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     requests, size = trace.requests, trace.tokens_per_block
+    engine = SimulatedEngine(
+        times, options.blocks * TOKENS_PER_BLOCK // size, size, options.max_num_tokens, options.max_batch_size
+    )
     settings = ClusterSettings(
-        num_workers=options.workers[0],
+        prefill=engine,
+        decode=engine,
         num_routers=options.routers,
-        num_blocks=options.blocks * TOKENS_PER_BLOCK // size,
-        tokens_per_block=size,
-        model=MockerConfig(
-            step_ms=options.step_ms,
-            step_ms_per_request=options.step_ms_per_request,
-            prefill_ms_per_token=options.prefill_ms_per_token,
-        ),
         router=router,
+        enforce_disaggregation=options.enforce_disaggregation,
         lag_s=options.lag_ms / 1e3,
+        hop_s=options.hop_ms / 1e3,
         ttft_s=options.slo_ttft_ms / 1e3,
         itl_s=options.slo_itl_ms / 1e3,
         seed=options.seed,
     )
     outcomes, rows = [], []
-    for mode, workers in itertools.product(options.modes, options.workers):
-        name = mode if len(options.workers) == 1 else f"{mode}, {workers}"
-        sized = dataclasses.replace(settings, num_workers=workers)
+    for mode, prefill, workers in itertools.product(options.modes, options.prefill_workers, options.workers):
+        sizes = f"{prefill}+{workers}" if any(options.prefill_workers) else str(workers)
+        has_one_size = len(options.workers) == len(options.prefill_workers) == 1
+        name = mode if has_one_size else f"{mode}, {sizes}"
+        sized = dataclasses.replace(settings, num_prefill=prefill, num_decode=workers)
         outcomes.append((name, simulate(requests, mode, sized, Progress(name, len(requests)))))
-        rows.append(outcomes[-1][1].summary() | {"workers": workers})
+        rows.append(outcomes[-1][1].summary() | {"workers": workers, "prefill_workers": prefill})
     print_table(rows)
     if options.plot:
         draw(options.plot, outcomes)
@@ -107,20 +117,44 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3.4, help="generated requests a second")
     parser.add_argument("--speed", type=float, default=1.0, help="how much faster than recorded they come")
     parser.add_argument("--workers", type=numbers(int), default=[8], metavar="N,N", help="several: a row for each")
+    parser.add_argument(
+        "--prefill-workers", type=numbers(int), default=[0], metavar="N,N", help="0: decode computes all prompts"
+    )
     parser.add_argument("--routers", type=int, default=1, help="each request comes to one of them")
     parser.add_argument(
         "--blocks", type=int, default=16_384, help=f"of {TOKENS_PER_BLOCK} tokens, that a worker can hold"
     )
-    parser.add_argument("--step-ms", type=float, default=8.0, help="of the timing model, as in engine_config.mocker")
+    parser.add_argument("--max-num-tokens", type=int, default=8192, help="of a step")
+    parser.add_argument("--max-batch-size", type=int, default=256, help="requests that a worker runs")
+    parser.add_argument(
+        "--step-times", metavar="FILE", help=f"of an engine (docs/sizing.md), or one of {', '.join(published())}"
+    )
+    parser.add_argument("--step-ms", type=float, default=8.0, help="without it: as in engine_config.mocker")
     parser.add_argument("--step-ms-per-request", type=float, default=0.05)
     parser.add_argument("--prefill-ms-per-token", type=float, default=0.03)
     parser.add_argument("--config", default="{}", help="the recipe's block `router`, as JSON")
+    parser.add_argument("--enforce-disaggregation", action="store_true", help="as pipeline.enforce_disaggregation")
+    parser.add_argument("--background", type=float, default=0.0, metavar="SHARE", help="of requests: priority 0.2")
+    parser.add_argument("--hop-ms", type=float, default=0.0, help="to a worker and back, beside its work")
     parser.add_argument("--lag-ms", type=float, default=5.0, help="until routers know of an event or a load")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
     parser.add_argument("--slo-itl-ms", type=float, default=25.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", help="write a PNG")
     return parser.parse_args(arguments)
+
+
+def step_times(options: argparse.Namespace) -> StepTimes:
+    """Raises ConfigError."""
+    if options.step_times:
+        return StepTimes.read(options.step_times)
+    return StepTimes.of_mocker(
+        MockerConfig(
+            step_ms=options.step_ms,
+            step_ms_per_request=options.step_ms_per_request,
+            prefill_ms_per_token=options.prefill_ms_per_token,
+        )
+    )
 
 
 def load(options: argparse.Namespace) -> Trace:
@@ -133,7 +167,14 @@ def load(options: argparse.Namespace) -> Trace:
         trace = Trace(spread_out(trace.requests)[: options.requests], trace.tokens_per_block)
     if not trace.requests:
         raise ValueError(f"{name}: no requests")
-    return Trace(faster(trace.requests, options.speed), trace.tokens_per_block)
+    requests = faster(trace.requests, options.speed)
+    if options.background:
+        random_ = random.Random(options.seed)
+        requests = [
+            dataclasses.replace(one, priority=BACKGROUND) if random_.random() < options.background else one
+            for one in requests
+        ]
+    return Trace(requests, trace.tokens_per_block)
 
 
 def statistics_of(requests: Sequence[SimulatedRequest], tokens_per_block: int = TOKENS_PER_BLOCK) -> dict[str, float]:
@@ -168,9 +209,13 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     print(f"{'mode':<14}{'workers':>8}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
     for row in rows:
         print(
-            f"{row['mode']:<14}{row['workers']:>8}"
+            f"{row['mode']:<14}{sizes_of(row):>8}"
             + "".join(f"{row[name]:>12,.3g}" if row[name] < 10 else f"{row[name]:>12,.0f}" for name in COLUMNS)
         )
+
+
+def sizes_of(row: dict[str, Any]) -> str:
+    return f"{row['prefill_workers']}+{row['workers']}" if row["prefill_workers"] else str(row["workers"])
 
 
 def draw(path: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:

@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.simulation.trace import endless_hits, read_traces
 from bireme.config import ObservabilityConfig, RequestLogConfig
 from bireme.messages import Usage
 from bireme.metrics import Registry
@@ -17,6 +16,7 @@ from bireme.observability.request_log import RequestLog, block_hashes, hash_key
 from bireme.observability.rotated_files import RotatedFiles
 from bireme.request_trace import RequestTrace, TracedSequence
 from bireme.serving_options import ServingOptions
+from bireme.sizing.simulator.trace import endless_hits, read_traces
 
 KEY = b"k" * 32
 USAGE = Usage(

@@ -6,17 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.simulation.cluster import ClusterSettings, simulate
-from benchmarks.simulation.trace import (
-    SimulatedRequest,
-    conversations,
-    endless_hits,
-    read_traces,
-    shared_prefix,
-    spread_out,
-)
-from benchmarks.simulation.worker import SimulatedRun, SimulatedWorker
 from bireme.config import MockerConfig, RouterConfig
+from bireme.sizing.simulator.cluster import ClusterSettings, simulate
+from bireme.sizing.simulator.synthetic import conversations, shared_prefix
+from bireme.sizing.simulator.trace import SimulatedRequest, endless_hits, read_traces, spread_out
+from bireme.sizing.simulator.worker import SimulatedEngine, SimulatedRun, SimulatedWorker
+from bireme.sizing.step_times import StepTimes
 from tools import simulate as program
 
 MODEL = MockerConfig(step_ms=10, step_ms_per_request=1, prefill_ms=5, prefill_ms_per_token=0.01)
@@ -27,7 +22,8 @@ def request(at, num_prompt, num_output, *blocks):
 
 
 def ran(*requests, num_blocks=1000):
-    worker = SimulatedWorker(0, MODEL, num_blocks, 1000, 8)
+    engine = SimulatedEngine(StepTimes.of_mocker(MODEL), num_blocks, max_num_tokens=1000, max_batch_size=8)
+    worker = SimulatedWorker("decode_0", engine)
     runs = [SimulatedRun(one) for one in requests]
     for run in runs:
         worker.advance(run.request.arrival_s)

@@ -1,4 +1,4 @@
-"""Requests to simulate: read from a trace, or made with known statistics. The same seed makes the same requests.
+"""Requests to simulate, read from a trace.
 
 A prompt is told by the hashes of its full blocks, which stand for all before them. Two forms of traces are read:
 
@@ -12,18 +12,17 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from bireme.kv.kernels.arrays import Hashes
 
 TOKENS_PER_BLOCK = 512  # of Mooncake's traces, and of those that are made here
 REQUEST_LOG_SCHEMA = "dynamo.request.trace.v1"
-Hashes = npt.NDArray[np.uint64]
-Random = np.random.Generator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +31,8 @@ class SimulatedRequest:
     num_prompt: int
     num_output: int
     blocks: Hashes  # of the prompt's full blocks
+    priority: float = 0.5  # as in serving options: higher first
+    session_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,9 @@ def _of_request_log(row: Mapping[str, Any], ids: dict[str, str], where: str) -> 
         raise ValueError(f"{len(hashes)} hashes for {num_prompt} tokens in blocks of {size}")
     blocks = np.array(hashes[: num_prompt // size], np.uint64)
     arrival_s = int(request["request_received_ms"]) / 1e3
-    return SimulatedRequest(arrival_s, num_prompt, max(int(request["output_tokens"]), 1), blocks), size
+    session = (record.get("agent_context") or {}).get("session_id") or ""
+    num_output = max(int(request["output_tokens"]), 1)
+    return SimulatedRequest(arrival_s, num_prompt, num_output, blocks, session_id=str(session)), size
 
 
 def spread(ids: Hashes) -> Hashes:
@@ -120,116 +123,6 @@ def spread(ids: Hashes) -> Hashes:
     with np.errstate(over="ignore"):
         mixed = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         return (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-
-
-class Conversation:
-    """A context that grows. What is full stays as it is, so later prompts begin with the blocks of earlier ones."""
-
-    def __init__(self, fresh: Iterator[int], blocks: list[int], num_tokens: int) -> None:
-        self._fresh, self._blocks, self.num_tokens = fresh, blocks, num_tokens
-
-    def grow(self, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        while len(self._blocks) < self.num_tokens // TOKENS_PER_BLOCK:
-            self._blocks.append(next(self._fresh))
-
-    def fork(self) -> Conversation:
-        return Conversation(self._fresh, list(self._blocks), self.num_tokens)
-
-    def ask(self, arrival_s: float, num_output: int) -> SimulatedRequest:
-        return SimulatedRequest(arrival_s, self.num_tokens, num_output, spread(np.array(self._blocks, np.uint64)))
-
-
-def fresh_ids() -> Iterator[int]:
-    yield from range(1 << 40)
-
-
-def conversations(seed: int, count: int, rate: float) -> list[SimulatedRequest]:
-    """Chats with the statistics of Mooncake's conversation trace.
-
-    There, of 12,031 requests in 3,537 s: prompts of 12,035 tokens in the mean (median 6,909, 90% below 27,400),
-    answers of 343; the first block is the same in all; 39% go on with an earlier prompt, after 124 s in the median; an
-    endless cache would find 38% of the full blocks. Requests come together, every three seconds.
-    """
-    random, fresh = np.random.default_rng(seed), fresh_ids()
-    system = Conversation(fresh, [next(fresh)], TOKENS_PER_BLOCK)
-    found: list[SimulatedRequest] = []
-    duration, at = count / rate, 0.0
-    while (at := at + random.exponential(1.61 / rate)) < duration:
-        chat, now = system.fork(), at
-        chat.grow(int(np.clip(random.lognormal(8.64, 1.21), 380, 125_000)))
-        while now < duration:
-            found.append(chat.ask(now // 3 * 3, _answer(random)))
-            if random.random() > 0.4:
-                break
-            chat.grow(int(random.lognormal(6.2, 1.4)))
-            now += random.lognormal(4.82, 0.95)
-    return _first(found, count)
-
-
-def multi_turn(seed: int, count: int, rate: float) -> list[SimulatedRequest]:
-    """Chats of eight turns, ten seconds apart, with a system prompt of 4,096 tokens of one of twenty kinds."""
-    random, fresh = np.random.default_rng(seed), fresh_ids()
-    kinds = [_grown(fresh, 4096) for _ in range(20)]
-    found: list[SimulatedRequest] = []
-    at = 0.0
-    while len(found) < 2 * count:
-        at += random.exponential(8 / rate)
-        chat, now = kinds[random.integers(len(kinds))].fork(), at
-        for _ in range(8):
-            chat.grow(int(random.exponential(600)) + 20)
-            found.append(chat.ask(now, _answer(random)))
-            chat.grow(found[-1].num_output)
-            now += random.exponential(10)
-    return _first(found, count)
-
-
-def shared_prefix(seed: int, count: int, rate: float, share: float = 0.05) -> list[SimulatedRequest]:
-    """Prompts of 8,192 tokens, of which `share` is one of ten beginnings, the rest is new."""
-    random, fresh = np.random.default_rng(seed), fresh_ids()
-    beginnings = [_grown(fresh, max(TOKENS_PER_BLOCK, int(share * 8192))) for _ in range(10)]
-    arrivals = np.cumsum(random.exponential(1 / rate, count))
-    found = []
-    for at in arrivals.tolist():
-        prompt = beginnings[random.integers(len(beginnings))].fork()
-        prompt.grow(int(8192 * random.uniform(0.5, 1.5)) - prompt.num_tokens)
-        found.append(prompt.ask(at, _answer(random)))
-    return found
-
-
-def agentic(seed: int, count: int, rate: float) -> list[SimulatedRequest]:
-    """Agents with tools: contexts of 20,000 tokens and more, steps a few seconds apart, and bursts of sub-agents.
-
-    Now and then an agent starts 8 to 80 sub-agents at one time, all with its own whole context, for three steps each.
-    """
-    random, fresh = np.random.default_rng(seed), fresh_ids()
-    tools = _grown(fresh, 12_288)
-    found: list[SimulatedRequest] = []
-    at = 0.0
-    while len(found) < 2 * count:
-        at += random.exponential(40 / rate)
-        agent, now = tools.fork(), at
-        agent.grow(int(random.lognormal(9, 0.5)))
-        for step in range(12):
-            found.append(agent.ask(now, _answer(random)))
-            agent.grow(found[-1].num_output + int(random.exponential(1500)))
-            now += random.exponential(6)
-            if step % 6 == 5 and random.random() < 0.3:
-                for _ in range(int(random.integers(8, 81))):
-                    sub, later = agent.fork(), now
-                    for _ in range(3):
-                        sub.grow(int(random.exponential(400)) + 50)
-                        found.append(sub.ask(later, _answer(random)))
-                        later += random.exponential(5)
-    return _first(found, count)
-
-
-GENERATORS: dict[str, Callable[[int, int, float], list[SimulatedRequest]]] = {
-    "conversations": conversations,
-    "multi_turn": multi_turn,
-    "shared_prefix": shared_prefix,
-    "agentic": agentic,
-}
 
 
 def faster(requests: list[SimulatedRequest], speed: float) -> list[SimulatedRequest]:
@@ -249,7 +142,7 @@ def spread_out(requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
     return found
 
 
-def endless_hits(requests: list[SimulatedRequest], tokens_per_block: int = TOKENS_PER_BLOCK) -> list[int]:
+def endless_hits(requests: Sequence[SimulatedRequest], tokens_per_block: int = TOKENS_PER_BLOCK) -> list[int]:
     """Return the tokens of each prompt that a cache without end, shared by all, would have: see `cachable`."""
     seen: set[int] = set()
     found = []
@@ -266,17 +159,3 @@ def endless_hits(requests: list[SimulatedRequest], tokens_per_block: int = TOKEN
 def cachable(request: SimulatedRequest, tokens_per_block: int = TOKENS_PER_BLOCK) -> int:
     """Return how many blocks of a prompt a cache can save: an engine computes at least the last token."""
     return min(len(request.blocks), (request.num_prompt - 1) // tokens_per_block)
-
-
-def _answer(random: Random) -> int:
-    return int(np.clip(random.normal(342, 200), 3, 2000))
-
-
-def _grown(fresh: Iterator[int], num_tokens: int) -> Conversation:
-    context = Conversation(fresh, [], 0)
-    context.grow(num_tokens)
-    return context
-
-
-def _first(requests: list[SimulatedRequest], count: int) -> list[SimulatedRequest]:
-    return sorted(requests, key=lambda one: one.arrival_s)[:count]

@@ -1,0 +1,1 @@
+"""Requests through the real router and index to workers in virtual time. The same seed gives the same figures."""
