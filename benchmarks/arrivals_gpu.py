@@ -112,9 +112,9 @@ class Running:
 
         self._post(change)
 
-    def submit(self, num_tokens: int, max_tokens: int) -> Asked:
+    def submit(self, num_tokens: int, max_tokens: int, **sampled: Any) -> Asked:
         prompt = self._random.integers(10, 500, num_tokens).astype("<i4").tobytes()
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, **({"ignore_eos": True} | sampled))
         admitted = self._gate.admit(EngineRequest(prompt=prompt, sampling=sampling))
         key = (0, len(self.asked) + 1)
         self.asked[key] = asked = Asked(time.perf_counter())

@@ -26,6 +26,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/first_requests_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
+    "benchmarks/guided_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
     "benchmarks/seeded_streams.py": (
