@@ -90,6 +90,8 @@ def check_out(out: Path, may_replace: bool) -> None:
 
 def wish_of(options: argparse.Namespace) -> Wish:
     """Raises ConfigError."""
+    if 0 < options.max_prompt < options.isl:
+        raise ConfigError(f"--max-prompt {options.max_prompt}: less than --isl {options.isl}, which is of a usual one")
     if options.gpus % options.nodes:
         raise ConfigError(f"--gpus {options.gpus}: they don't spread evenly over --nodes {options.nodes}")
     wish = Wish(
@@ -97,7 +99,7 @@ def wish_of(options: argparse.Namespace) -> Wish:
         gpu=GPUS[options.gpu],
         nodes=options.nodes,
         gpus_per_node=options.gpus // options.nodes,
-        lengths=Lengths(prompt=options.isl, output=options.osl),
+        lengths=Lengths(prompt=options.isl, output=options.osl, most=options.max_prompt),
         ttft_ms=options.ttft_ms,
         itl_ms=options.itl_ms,
         concurrency=options.concurrency,
@@ -166,7 +168,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--gpu", required=True, choices=sorted(GPUS))
     add("--gpus", required=True, type=_positive, metavar="N", help="of all nodes together")
     add("--nodes", type=_positive, default=1, metavar="N")
-    add("--isl", required=True, type=_positive, metavar="TOKENS", help="of a prompt")
+    add("--isl", required=True, type=_positive, metavar="TOKENS", help="of a usual prompt")
+    add("--max-prompt", type=_positive, default=0, metavar="TOKENS", help="of the longest one; default: 203 more")
     add("--osl", required=True, type=_positive, metavar="TOKENS", help="of an answer")
     add("--concurrency", type=_positive, default=0, metavar="N", help="requests under way at once")
     add("--ttft-ms", type=_duration, default=math.inf, metavar="MS", help="target of the first token, without a queue")

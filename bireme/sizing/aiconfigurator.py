@@ -111,6 +111,8 @@ class TableTimings:
         }
         if layout.has_experts:
             arguments |= {"moe_tp_size": 1, "moe_ep_size": layout.ranks}
+            if shape.weights == "mxfp4" and self._gpu.is_blackwell:
+                arguments["moe_quant_mode"] = "w4a8_mxfp4_mxfp8"  # its default is what Hopper does
         if shape.is_latent:
             arguments["fmha_quant_mode"] = "bfloat16"  # it has no tables of latent attention in FP8
         return arguments

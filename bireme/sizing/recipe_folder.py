@@ -11,7 +11,7 @@ from typing import Any
 
 from bireme.config import CHECKOUT
 from bireme.sizing import recipe_rules as rules
-from bireme.sizing.recipe_plan import ACCEPTED, BUSY, RecipePlan, SizedEngine, Wish
+from bireme.sizing.recipe_plan import ACCEPTED, BUSY, RecipePlan, SizedEngine, Wish, other_way
 from bireme.sizing.recipe_rules import PROMPT_MARGIN, Chosen
 from bireme.sizing.timings import Timings
 
@@ -154,6 +154,7 @@ def _lengths(wish: Wish, engine: SizedEngine, plan: RecipePlan) -> dict[str, Cho
     lengths = wish.lengths
     if engine.stage == "prefill":
         reason = f"{lengths.prompt} of prompt, {PROMPT_MARGIN} for a chat template and longer ones"
+        reason = "the longest prompt that is served, as asked" if lengths.most else reason
         return {"max_seq_len": Chosen(lengths.longest_prompt, reason)}
     most = Chosen(lengths.longest_prompt if plan.prefill else None, "prefill takes no longer prompt")
     reason = f"{lengths.longest_prompt} of prompt with its template, {lengths.output} of output"
@@ -246,6 +247,8 @@ def _readme(wish: Wish, plan: RecipePlan, timings: Timings, command: str) -> str
         ("requests under way on each worker that decodes", f"{plan.rows:.0f}"),
         ("GPUs used of those given", f"{plan.num_gpus} of {wish.num_gpus}"),
     ]
+    if wish.mode == "auto":
+        rows.append(_other_way(wish, plan, timings))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     drafts = (
         f" Of drafted tokens a share of {ACCEPTED} is taken to be accepted, one after the other."
@@ -273,6 +276,15 @@ def _readme(wish: Wish, plan: RecipePlan, timings: Timings, command: str) -> str
 
 {textwrap.fill(times, _WIDTH)}
 """
+
+
+def _other_way(wish: Wish, plan: RecipePlan, timings: Timings) -> tuple[str, str]:
+    name = "the same, aggregated" if plan.prefill else "the same, prefill apart"
+    other = other_way(wish, timings, plan)
+    if other is None:
+        return name, "does not fit within the targets"
+    figures = f"{other.requests_per_s:.2f} requests/s, TTFT {other.ttft_ms:.0f} ms, {other.itl_ms:.1f} ms a token"
+    return name, f"{figures}, on {other.num_gpus} GPUs"
 
 
 def _how_to_serve(wish: Wish, plan: RecipePlan) -> str:

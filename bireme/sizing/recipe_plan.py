@@ -118,6 +118,12 @@ def plan(wish: Wish, timings: Timings) -> RecipePlan:
     return max(found, key=_merit)
 
 
+def other_way(wish: Wish, timings: Timings, found: RecipePlan) -> RecipePlan | None:
+    """Return the best plan with prefill apart where `found` has it not, and the other way round."""
+    mode: Mode = "aggregated" if found.prefill else "disaggregated"
+    return max(_plans(replace(wish, mode=mode), timings), key=_merit, default=None)
+
+
 def _merit(one: RecipePlan) -> tuple[float, ...]:
     """Most requests, to the percent; then few GPUs, short gaps, one recipe for all nodes, first tokens."""
     rate = round(math.log(max(one.requests_per_s, 1e-9)), 2)
@@ -265,7 +271,7 @@ def _rows_of(wish: Wish, engine: SizedEngine, workers: int) -> float | None:
         return engine.all_rows
     rows = wish.concurrency / workers
     least = engine.all_rows / 2 if engine.rows > 1 else 0
-    most = min(engine.all_rows, engine.kv_tokens // wish.lengths.longest)
+    most = min(engine.all_rows, engine.kv_tokens // wish.lengths.usual)
     return rows if least < rows <= most else None
 
 
@@ -339,10 +345,11 @@ def _decoder(wish: Wish, timings: Timings, stage: Stage, ranks: int, is_dp: bool
         fraction=fraction.value,
         buffer_tokens=buffer,
         slots=slots.value,
-        longest=lengths.longest,
+        longest=lengths.usual,
     )
     kv = rules.kv_tokens(shape, wish.gpu, layout, wish.value_bytes, spent)
-    if kv < (all_rows // 2 + 1 if wish.concurrency else all_rows) * lengths.longest:
+    least = (all_rows // 2 + 1 if wish.concurrency else all_rows) * lengths.usual
+    if kv < max(least, lengths.longest * _of_each_rank(layout)):
         return None
     step_ms = timings.decode_ms(layout, all_rows, lengths.prompt + lengths.output // 2, drafts.value)
     prompt_ms = timings.prefill_ms(layout, lengths.prompt)

@@ -50,14 +50,20 @@ class Lengths:
 
     prompt: int
     output: int
+    most: int = 0  # tokens of the longest prompt that is served; 0: little more than `prompt`
 
     @property
     def longest_prompt(self) -> int:
-        return self.prompt + PROMPT_MARGIN
+        return self.most or self.prompt + PROMPT_MARGIN
 
     @property
     def longest(self) -> int:
         return self.longest_prompt + self.output
+
+    @property
+    def usual(self) -> int:
+        """Return the tokens that a sequence of this load keeps at its end."""
+        return min(self.longest, self.prompt + PROMPT_MARGIN + self.output)
 
 
 def attention_dp(shape: ModelShape, stage: Stage, ranks: int, step_tokens: int) -> Chosen:

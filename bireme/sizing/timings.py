@@ -66,7 +66,7 @@ class PeakTimings:
     missing: Mapping[str, str] = {}
 
     def __init__(self, shape: ModelShape, gpu: Gpu, kv_value_bytes: float) -> None:
-        self.source = f"estimated from the {gpu.name.upper()}'s peaks, not measured"
+        self.source = f"estimated from the {gpu.name.upper()}'s peaks, to a factor of two"
         self._shape, self._gpu, self._kv_value_bytes = shape, gpu, kv_value_bytes
 
     def prefill_ms(self, layout: RankLayout, num_tokens: int) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from bireme.recipe_files import recipe_tree
 from bireme.sizing import recipe_rules as rules
 from bireme.sizing.machines import GPUS
 from bireme.sizing.model_shapes import shape_of
-from bireme.sizing.timings import RankLayout
+from bireme.sizing.recipe_plan import Wish, plan
+from bireme.sizing.timings import PeakTimings, RankLayout
 from tools import make_recipe
 
 HERE = Path(__file__).parent
@@ -87,6 +89,23 @@ def test_the_rules_give_each_row_of_the_published_sweep(row):
     assert rules.expert_slots(R1, layout, backend, batch * (drafted + 1)).value == slots
     generous = {tuple(one[:3]): one[3] for one in PUBLISHED["sweep"]["differs"]["generous"]}
     assert ours == generous.get((ranks, batch, drafted), max(tokens, 256))
+
+
+def estimated(model, gpu, ranks, attention_dp, prompt, output, concurrency):
+    """Return output tokens a second and GPU."""
+    wish = Wish(
+        shape=shape_of(CONFIGS[model], {}, model, model), gpu=GPUS[gpu], nodes=1, gpus_per_node=ranks,
+        lengths=rules.Lengths(prompt=prompt, output=output), concurrency=concurrency, mode="aggregated",
+        decode_ranks=ranks, decode_workers=1, attention_dp=attention_dp,
+    )  # fmt: skip
+    found = plan(wish, PeakTimings(wish.shape, wish.gpu, wish.value_bytes))
+    return found.requests_per_s * output / ranks
+
+
+def test_estimated_throughput_is_within_a_factor_of_two_of_what_is_published():
+    ratios = [estimated(*row[:-1]) / row[-1] for row in PUBLISHED["throughput"]]
+    assert min(ratios) > 0.6 and max(ratios) < 2.1
+    assert 0.8 < statistics.median(ratios) < 1.3
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,18 @@ def test_a_hub_id_needs_its_config_and_a_folder_is_not_overwritten(config, tmp_p
     assert asked(config, LLAMA, f"{text} --force", tmp_path / "made") == 0
 
 
+def test_long_prompts_may_come_among_usual_ones(config, tmp_path, capsys):
+    text = "--gpu h100 --gpus 2 --isl 1000 --osl 200 --concurrency 64 --mode disaggregated --max-prompt 30000"
+    assert asked(config, LLAMA, text, tmp_path / "made") == 0
+    recipe = load_recipe(tmp_path / "made")
+    prefill, decode = (recipe.workers[stage].engine_config for stage in ("prefill", "decode"))
+    assert prefill.max_seq_len == 30000 and prefill.max_num_tokens == 16384 and prefill.enable_chunked_prefill
+    assert decode.max_seq_len == 30200 and decode.cache_transceiver_config.max_tokens_in_buffer == 30080
+    assert decode.max_batch_size == 64
+    assert asked(config, LLAMA, text.replace("30000", "300"), tmp_path / "other") == 2
+    assert "--max-prompt 300: less than --isl 1000" in capsys.readouterr().err
+
+
 def test_measured_step_times_take_the_place_of_estimates(config, tmp_path, capsys):
     text = "--gpu h100 --gpus 1 --isl 1000 --osl 200 --concurrency 32 --engine torch --timings h100-8b-bf16"
     assert asked(config, LLAMA, text, tmp_path / "made") == 0
@@ -236,6 +248,8 @@ def shapes_and_loads(seed):
         options["concurrency"] = draw.choice((1, 3, 64, 500, 5000))
     if draw.random() < 0.5 or "concurrency" not in options:
         options |= {"ttft-ms": draw.choice((50, 500, 5000)), "itl-ms": draw.choice((5, 20, 200))}
+    if draw.random() < 0.2:
+        options["max-prompt"] = draw.choice((500, 9000, 100_000))
     if draw.random() < 0.2:
         options["decode-ranks"] = draw.choice((1, 2, 4, 8, 16))
     return model, " ".join(f"--{name} {value}" for name, value in options.items())
