@@ -36,14 +36,14 @@ def chat_messages(dialogue: Dialogue) -> list[dict[str, Any]]:
     return [*system, {"role": "user", "content": content}]
 
 
-def answers_of_transformers(asked: list[Dialogue]) -> list[str]:
+def answers_of_transformers(asked: list[Dialogue], path: Path = MODEL) -> list[str]:
     """Return plain transformers' greedy answers in fp32, one at a time."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     torch.set_num_threads(1)
-    model = AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32).eval()
-    processor = AutoProcessor.from_pretrained(MODEL)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(path)
     answers = []
     for dialogue in asked:
         prompt = processor.apply_chat_template(dialogue.messages(1), add_generation_prompt=True, tokenize=False)

@@ -18,14 +18,17 @@ import time
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bireme.errors import ConfigError
-from bireme.launch import processes
+from bireme.launch import free_port, processes
+from bireme.launch.admin_client import DoorClient
 from bireme.launch.preflight import check_engines, check_model
 from bireme.launch.run_folder import SHM, default_base
 from bireme.recipe_files import load_recipe
 from tests.server.conftest import CHECKOUT
+from tests.server.generations.changed_model import changed_model
 from tests.server.openai_served import five_ports
 from tests.server.watch import PATIENCE
 from tools import sleep
@@ -38,6 +41,7 @@ NOTICED_S = 5.0 * PATIENCE  # this one is a claim: 5 s on a machine that does no
 SERVER = "tritonserver"
 SHARES_WEIGHTS = "tiny-chat-disagg"  # with the memory service
 EMBEDS = "tiny-embedding"
+KEY = "the-operator-s-own-key"
 SERIES = re.compile(r"^(bireme_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LOAD = {
     *("bireme_requests_total", "bireme_http_requests_total", "bireme_request_seconds_count", "bireme_routed_total"),
@@ -174,7 +178,10 @@ def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_mode
     sample_model("llama")
     skip_unless_it_runs_here(name)
     has_service = name == SHARES_WEIGHTS
-    with serving(name, tmp_path / "log", f"--set=memory_service.enabled={str(has_service).lower()}") as served:
+    options = [f"--set=memory_service.enabled={str(has_service).lower()}"]
+    if name == EMBEDS:
+        options.append(f"--discovery={tmp_path / 'shared'}")
+    with serving(name, tmp_path / "log", *options) as served:
         served.wait_for(served.serves_every_way)
         assert "canary_refused" not in served.log.read_text()
         nobody_has_asked(served, LOAD | (TRANSFERS if name == SHARES_WEIGHTS else set()))
@@ -182,6 +189,7 @@ def test_a_recipe_becomes_ready_and_serves_every_way(name, tmp_path, sample_mode
             engines_map_weights_that_outlive_them(served)
         if name == EMBEDS:
             both_doors_embed_alike(served)
+            vectors_of_a_request_are_of_one_generation(served, tmp_path)
 
 
 def nobody_has_asked(served, load):
@@ -212,6 +220,40 @@ def both_doors_embed_alike(served):
     asked = {"model": EMBEDS, "query": "The vessel sails over the ocean.", "documents": documents}
     ranked = post(served.ports["openai"], "/v1/rerank", asked)[1]["results"]
     assert [one["index"] for one in ranked] == [2, 1, 0] and ranked[0]["relevance_score"] > 0.8
+
+
+def vectors_of_a_request_are_of_one_generation(served, folder):
+    """Another server joins, of the next generation and another revision: its weight decides, request by request."""
+    texts = [f"The captain drops anchor {number}." for number in range(4)]
+
+    def embed():
+        status, reply = post(served.ports["openai"], "/v1/embeddings", {"model": EMBEDS, "input": texts})
+        assert status == 200, reply
+        return np.array([one["embedding"] for one in reply["data"]])
+
+    def are_of(vectors):
+        """Return whether a request's are these."""
+        return bool(np.allclose(embed(), vectors, atol=1e-3))
+
+    before, door = embed(), free_port()
+    model = changed_model(CHECKOUT / "models" / EMBEDS, folder / "new", "norm.weight")
+    (folder / "key").write_text(KEY)
+    of_next = ["--generation=1", "--weight=0", f"--admin-port={door}", f"--admin-key-file={folder / 'key'}"]
+    shared = [f"--discovery={folder / 'shared'}", f"--set=model={model}"]
+    with serving(EMBEDS, folder / "new.log", *shared, *of_next):
+        new = DoorClient(f"http://127.0.0.1:{door}", KEY)
+        served.wait_for(lambda: served.report()["discovery"]["workers_elsewhere"] == 1)
+        assert are_of(before)
+        new.post("/weight", weight=1.0)
+        served.wait_for(lambda: not are_of(before))
+        after = embed()
+        assert np.abs(after - before).max(axis=1).min() > 0.1
+        new.post("/weight", weight=0.5)
+        for vectors in (before, after, before):
+            while not np.allclose(found := embed(), vectors, atol=1e-3):
+                assert any(np.allclose(found, one, atol=1e-3) for one in (before, after))
+        new.post("/weight", weight=0.0)
+        served.wait_for(lambda: all(are_of(before) for _ in range(8)))
 
 
 def post(port, path, fields):
