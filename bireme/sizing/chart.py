@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))  # told apart without colors, too
+# Color, mark, and where a point's name stands above it: told apart without colors, too.
+_LOOKS = (("#0072B2", "o", 4), ("#D55E00", "s", -9), ("#009E73", "^", 12), ("#CC79A7", "D", -17))
 _PNG_DPI = 150
 
 
@@ -47,7 +48,7 @@ def draw_fronts(rows: Sequence[Sequence[FrontPanel]], unit: str) -> Figure:
 
 
 def _draw(axis: Axes, panel: FrontPanel, unit: str) -> None:
-    for (color, marker), (name, points) in zip(_LOOKS, panel.ways.items(), strict=False):
+    for (color, marker, aside), (name, points) in zip(_LOOKS, panel.ways.items(), strict=False):
         best = front(points)
         others = [point for point in points if point not in best]
         look: dict[str, Any] = {"color": color, "marker": marker}
@@ -56,7 +57,7 @@ def _draw(axis: Axes, panel: FrontPanel, unit: str) -> None:
         axis.plot(*_columns([*_from_nothing(best), *best]), drawstyle="steps-pre", color=color)
         for point in best:
             axis.annotate(
-                point.name, (point.per_user, point.per_gpu), textcoords="offset points", xytext=(4, 4), fontsize=6
+                point.name, (point.per_user, point.per_gpu), textcoords="offset points", xytext=(5, aside), fontsize=6
             )
     axis.set(title=panel.title, xlabel="tokens/s a user", ylabel=f"tokens/s a {unit}", xlim=(0, None), ylim=(0, None))
     axis.set_xlim(right=axis.get_xlim()[1] * 1.25)  # for the last label

@@ -69,11 +69,13 @@ def most_apart(
     return max(pairs, key=lambda pair: pair[2], default=None)
 
 
-def compare(first: Iterable[OperatingPoint], second: Iterable[OperatingPoint]) -> list[Stretch]:
+def compare(
+    first: Iterable[OperatingPoint], second: Iterable[OperatingPoint], equal_within: float = EQUAL_WITHIN
+) -> list[Stretch]:
     """Return where which is better, from the smallest promise to the largest that one of both keeps."""
     fronts = front(first), front(second)
     bounds = sorted({point.per_user for points in fronts for point in points})
-    steps = [_step(*fronts, above, up_to) for above, up_to in itertools.pairwise([0.0, *bounds])]
+    steps = [_step(*fronts, above, up_to, equal_within) for above, up_to in itertools.pairwise([0.0, *bounds])]
     stretches: list[Stretch] = []
     for step in steps:
         if stretches and stretches[-1].winner == step.winner:
@@ -83,7 +85,9 @@ def compare(first: Iterable[OperatingPoint], second: Iterable[OperatingPoint]) -
     return stretches
 
 
-def _step(first: Sequence[OperatingPoint], second: Sequence[OperatingPoint], above: float, up_to: float) -> Stretch:
+def _step(
+    first: Sequence[OperatingPoint], second: Sequence[OperatingPoint], above: float, up_to: float, equal_within: float
+) -> Stretch:
     one, other = best_at(first, up_to), best_at(second, up_to)
     if other is None:
         assert one is not None
@@ -91,7 +95,7 @@ def _step(first: Sequence[OperatingPoint], second: Sequence[OperatingPoint], abo
     if one is None:
         return Stretch(above, up_to, "second_only", points=(other.name,))
     ratio = one.per_gpu / other.per_gpu if other.per_gpu else float("inf")
-    if 1 / (1 + EQUAL_WITHIN) <= ratio <= 1 + EQUAL_WITHIN:
+    if 1 / (1 + equal_within) <= ratio <= 1 + equal_within:
         return Stretch(above, up_to, "equal")
     if ratio > 1:
         return Stretch(above, up_to, "first", ratio, ratio, (one.name,))

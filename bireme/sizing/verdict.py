@@ -16,19 +16,23 @@ class Way:
     points: Sequence[OperatingPoint]
 
 
-def verdict(first: Way, second: Way, unit: str = "GPU") -> list[str]:
+def verdict(first: Way, second: Way, unit: str = "GPU", equal_within: float = EQUAL_WITHIN) -> list[str]:
     """Return a sentence for each stretch of promises; `unit`: what tokens/s are divided by."""
     for way, other in ((first, second), (second, first)):
         if not way.points:
             return [f"Nothing was measured of {way.name}, so it can't be compared with {other.name}."]
-    stretches = compare(first.points, second.points)
-    return [_sentence(stretch, first.name, second.name, unit) for stretch in stretches]
+    sentences = []
+    for stretch in compare(first.points, second.points, equal_within):
+        if stretch.winner == "equal":
+            equal = f"{first.name} and {second.name} are equal within {equal_within:.0%} of tokens/s a {unit}"
+            sentences.append(f"{_where(stretch)}: {equal}.")
+        else:
+            sentences.append(_better(stretch, first.name, second.name, unit))
+    return sentences
 
 
-def _sentence(stretch: Stretch, first: str, second: str, unit: str) -> str:
+def _better(stretch: Stretch, first: str, second: str, unit: str) -> str:
     where = _where(stretch)
-    if stretch.winner == "equal":
-        return f"{where}: {first} and {second} are equal within {EQUAL_WITHIN:.0%} of tokens/s a {unit}."
     better, other = (first, second) if stretch.winner.startswith("first") else (second, first)
     by = f" ({'; '.join(stretch.points)})"
     if stretch.winner.endswith("only"):

@@ -45,6 +45,7 @@ class Matrix(Settings, frozen=True, kw_only=True):
     loads: tuple[LoadName, ...] = ("aiperf", "bireme")
     requests_per_stream: Positive = 10  # of concurrency: so many times as many are measured
     warmup_per_stream: NotNegative = 2
+    repeats: Positive = 1  # of every cell, in turns
     rate_seconds: PositiveDuration = 30.0  # of requests at a rate
     ready_timeout_s: PositiveDuration = 600.0  # for a launch to come up
     cell_timeout_s: PositiveDuration = 900.0  # for one load
@@ -80,6 +81,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     warmup: int
     seed: int
+    repeat: int = 1  # counts from 1
 
     @property
     def pressure(self) -> str:
@@ -91,12 +93,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return f"{self.deployment}, {self.lengths}, {self.pressure}, {self.load}"
+        again = f", again {self.repeat}" if self.repeat > 1 else ""
+        return f"{self.deployment}, {self.lengths}, {self.pressure}, {self.load}{again}"
 
     @property
     def slug(self) -> str:
         pressure = f"c{self.concurrency}" if self.concurrency else f"r{self.rate:g}"
-        return f"{_slug(self.deployment)}_{self.input_tokens}x{self.output_tokens}_{pressure}_{self.load}"
+        again = f"_{self.repeat}" if self.repeat > 1 else ""
+        return f"{_slug(self.deployment)}_{self.input_tokens}x{self.output_tokens}_{pressure}_{self.load}{again}"
 
     def expected_s(self, itl_ms: float) -> float:
         """Return how long it takes where a token takes so long."""
@@ -212,12 +216,15 @@ def _cells(matrix: Matrix, deployments: Sequence[Deployment], lengths: Sequence[
     """All of one launch together. No two have the same prompts: the second would find them in a cache."""
     seeds = itertools.count(matrix.seed)
     pressures = [(count, 0.0) for count in matrix.concurrency] + [(0, rate) for rate in matrix.rates]
-    for deployment, (num_input, num_output), pressure in itertools.product(deployments, lengths, pressures):
+    turns = range(1, matrix.repeats + 1)
+    for deployment, turn, (num_input, num_output), pressure in itertools.product(
+        deployments, turns, lengths, pressures
+    ):
         for load in matrix.loads:
             concurrency, rate = pressure
             yield Cell(
                 deployment=deployment.name, load=load, input_tokens=num_input, output_tokens=num_output,
-                concurrency=concurrency, rate=rate, seed=next(seeds),
+                concurrency=concurrency, rate=rate, seed=next(seeds), repeat=turn,
                 requests=matrix.requests_per_stream * concurrency or max(1, round(matrix.rate_seconds * rate)),
                 warmup=matrix.warmup_per_stream * (concurrency or 1),
             )  # fmt: skip

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bireme.sizing import chart
-from bireme.sizing.pareto import OperatingPoint, front, most_apart
+from bireme.sizing.pareto import EQUAL_WITHIN, OperatingPoint, front, most_apart
 from bireme.sizing.report import Page, Section, Table, render
 from bireme.sizing.verdict import Way, verdict
 from tools.sweeping.matrix import Matrix, Plan
 from tools.sweeping.results import Run, write
 
 KINDS = ("aggregated", "disaggregated")
+_MIXED = "GPU or worker"
 _SOURCES = {"aiperf": "aiperf", "bireme": "bireme's load"}
 
 
 def points_of(runs: Iterable[Run]) -> list[OperatingPoint]:
-    """Return what was measured; a run without a gap between tokens has no place on a front."""
-    found = []
+    """Return what was measured, of repeats the medians; a run without a gap between tokens has no place on a front."""
+    found: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
         if run.figures is not None and run.tokens_per_s_per_gpu is not None and run.figures.tokens_per_s_per_user_p50:
-            name = f"{run.cell.deployment}, {run.cell.pressure}"
-            found.append(OperatingPoint(run.figures.tokens_per_s_per_user_p50, run.tokens_per_s_per_gpu, name))
-    return found
+            seen = run.figures.tokens_per_s_per_user_p50, run.tokens_per_s_per_gpu
+            found.setdefault(f"{run.cell.deployment}, {run.cell.pressure}", []).append(seen)
+    return [OperatingPoint(*map(statistics.median, zip(*seen, strict=True)), name) for name, seen in found.items()]
+
+
+def spread_of(runs: Sequence[Run]) -> float | None:
+    """Return by how much the repeats of a cell differ, of the cells that do most; None: there are no repeats."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for run in runs:
+        if run.figures is not None and run.figures.tokens_per_s > 0:
+            key = run.cell.deployment, run.cell.lengths, run.cell.pressure, run.cell.load
+            found.setdefault(key, []).append(run.figures.tokens_per_s)
+    return max((max(rates) / min(rates) - 1 for rates in found.values() if len(rates) > 1), default=None)
 
 
 def ways_of(runs: Sequence[Run], lengths: str, load: str) -> dict[str, list[OperatingPoint]]:
@@ -33,12 +45,12 @@ def ways_of(runs: Sequence[Run], lengths: str, load: str) -> dict[str, list[Oper
     return {kind: points_of(run for run in picked if run.deployment.kind == kind) for kind in kinds}
 
 
-def sentences(ways: Mapping[str, Sequence[OperatingPoint]], unit: str) -> list[str]:
+def sentences(ways: Mapping[str, Sequence[OperatingPoint]], unit: str, equal_within: float) -> list[str]:
     if len(ways) < 2:
         missing = next(kind for kind in KINDS if kind not in ways)
         return [f"Nothing {missing} is in this sweep; name such a recipe as well to have both compared."]
     one, other = (Way(kind, points) for kind, points in ways.items())
-    told = verdict(one, other, unit)
+    told = verdict(one, other, unit, equal_within)
     if pair := most_apart(front(one.points), front(other.points)):
         first, second, ratio = pair
         better, other_point = (first, second) if first.per_gpu >= second.per_gpu else (second, first)
@@ -56,7 +68,7 @@ def agreement(runs: Sequence[Run], loads: Sequence[str]) -> list[str]:
     first, second = loads[:2]
     rates = {
         load: {
-            (run.cell.deployment, run.cell.lengths, run.cell.pressure): run.figures.tokens_per_s
+            (run.cell.deployment, run.cell.lengths, run.cell.pressure, run.cell.repeat): run.figures.tokens_per_s
             for run in runs
             if run.cell.load == load and run.figures is not None
         }
@@ -75,13 +87,27 @@ def agreement(runs: Sequence[Run], loads: Sequence[str]) -> list[str]:
 
 def unit_of(runs: Sequence[Run]) -> str:
     units = {run.share.unit for run in runs if run.share is not None}
-    return units.pop() if len(units) == 1 else "GPU" if not units else "GPU or worker"
+    return units.pop() if len(units) == 1 else "GPU" if not units else _MIXED
 
 
 def comparison(plan: Plan, runs: Sequence[Run], lengths: str) -> list[str]:
     """Return which way is better where, as each load has seen it."""
+    unit, equal_within = unit_of(runs), max(EQUAL_WITHIN, spread_of(runs) or 0.0)
     by_load = {load: ways_of(runs, lengths, load) for load in plan.matrix.loads}
-    return [f"[{load}] {text}" for load, ways in by_load.items() if ways for text in sentences(ways, unit_of(runs))]
+    if unit == _MIXED:
+        return ["Some launches used GPUs and others none: tokens/s a GPU of the ones and of the others are no match."]
+    return [
+        f"[{load}] {text}" for load, ways in by_load.items() if ways for text in sentences(ways, unit, equal_within)
+    ]
+
+
+def trust(runs: Sequence[Run]) -> str:
+    """Return how far the figures would come again."""
+    spread = spread_of(runs)
+    if spread is None:
+        return "Each cell was measured once, so nobody knows how far its figures would come again; --repeats 3 tells."
+    equal = f"; so much counts as equal below, {EQUAL_WITHIN:.0%} at least"
+    return f"Repeats of a cell differed by {spread:.0%} in tokens/s at most{equal}. Fronts have their medians."
 
 
 def make_page(plan: Plan, runs: Sequence[Run], conditions: Sequence[str]) -> tuple[Page, list[list[chart.FrontPanel]]]:
@@ -103,8 +129,9 @@ def make_page(plan: Plan, runs: Sequence[Run], conditions: Sequence[str]) -> tup
         title = f"Prompts of {int(prompt):,} tokens, answers of {int(answer):,}"
         sections.append(Section(title, told, tables=[table]))
         panels.append([chart.FrontPanel(f"{lengths}, {_SOURCES[load]}", ways) for load, ways in by_load.items()])
-    lead = [*lead_of(plan, runs, unit), *agreement(runs, loads)]
-    return Page("Sweep", lead, [*sections, *_tables(plan, runs, unit, conditions)]), panels
+    lead = [*lead_of(plan, runs, unit), trust(runs), *agreement(runs, loads)]
+    names = ", ".join(dict.fromkeys(Path(one.recipe).name for one in plan.deployments))
+    return Page(f"Sweep of {names}", lead, [*sections, *_tables(plan, runs, unit, conditions)]), panels
 
 
 def lead_of(plan: Plan, runs: Sequence[Run], unit: str) -> list[str]:
@@ -113,7 +140,7 @@ def lead_of(plan: Plan, runs: Sequence[Run], unit: str) -> list[str]:
     left = len(plan.cells) - num_measured - num_failed
     told = [f"{num_measured} of {len(plan.cells)} cells measured, {num_failed} failed, {left} not begun."]
     if unit != "GPU":
-        told.append("No GPU was used where it says `a worker`: each worker then counts as one GPU would.")
+        told.append("Tokens/s are divided by workers where no GPU is used: each counts as one GPU would.")
     return told
 
 
