@@ -2,7 +2,7 @@
 
     python tools/sweep.py recipes/mocker recipes/mocker-disagg --concurrency 1,4,16
     python tools/sweep.py recipes/mocker recipes/mocker-disagg --workers 2,1:1 --lengths 64/8,8/64 --concurrency 4,32
-    python tools/sweep.py recipes/tiny-chat --lengths 64/32 --rates 1,4 --loads bireme --rate-seconds 10
+    python tools/sweep.py recipes/tiny-chat --lengths 64/32 --rates 1,4 --loads bireme --rate-seconds 10 --repeats 3
     python tools/sweep.py recipes/tiny-chat --vary workers.decode.engine_config.max_batch_size=8,32 --concurrency 8
     python tools/sweep.py --matrix sweep.yaml --out night
     python tools/sweep.py --resume night
@@ -42,8 +42,8 @@ from tools.sweeping.runner import Estimate, Sweep, settle
 GOOD, FAILED, WRONG, STOPPED = 0, 1, 2, 130
 _LISTS = {"lengths": str, "concurrency": int, "rates": float, "loads": str}  # options of the matrix
 _VALUES = {
-    "requests_per_stream": int, "warmup_per_stream": int, "rate_seconds": float, "ready_timeout_s": float,
-    "cell_timeout_s": float, "gpu_clock_mhz": int, "seed": int, "expect_itl_ms": float,
+    "requests_per_stream": int, "warmup_per_stream": int, "repeats": int, "rate_seconds": float,
+    "ready_timeout_s": float, "cell_timeout_s": float, "gpu_clock_mhz": int, "seed": int, "expect_itl_ms": float,
 }  # fmt: skip
 
 
@@ -51,10 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         results, plan = opened(options)
+        show(plan, results)
         if options.plan:
             return GOOD
         for load in dict.fromkeys(cell.load for cell in results.left(plan)):
             loads.prepare(load)
+        if not options.resume:
+            results.begin(plan)
     except ConfigError as error:
         print(f"sweep: {error}", file=sys.stderr)
         return WRONG
@@ -64,18 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def opened(options: argparse.Namespace) -> tuple[Results, Plan]:
-    """Return the folder and its plan, shown; a new folder is made where it is measured. Raises ConfigError."""
+    """Return the folder and its plan, checked. Raises ConfigError."""
     if options.resume:
         results = Results(Path(options.resume))
-        plan = results.plan()
-    else:
-        results = Results(Path(options.out or time.strftime("sweep-%Y%m%d-%H%M%S")))
-        plan = make_plan(tree_of(options), options.matrix or "options")
-        for deployment in plan.deployments:
-            settle(deployment)
-        if not options.plan:
-            results.begin(plan)
-    show(plan, results)
+        return results, results.plan()
+    results = Results(Path(options.out or time.strftime("out/sweep-%Y%m%d-%H%M%S")))
+    plan = make_plan(tree_of(options), options.matrix or "options")
+    for deployment in plan.deployments:
+        settle(deployment)
+    results.check_new()
     return results, plan
 
 
@@ -101,6 +101,8 @@ def measured(plan: Plan, results: Results, stop: Stop) -> int:
     for lengths in dict.fromkeys(cell.lengths for cell in plan.cells):
         for sentence in report.comparison(plan, runs, lengths):
             print(f"{lengths} {sentence}")
+    for sentence in (report.trust(runs), *report.agreement(runs, plan.matrix.loads)) if runs else ():
+        print(sentence)
     num_failed = sum(run.state == "failed" for run in runs)
     num_left = len(plan.cells) - len(runs)
     if num_left:
@@ -203,7 +205,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--loads", metavar="NAME,NAME", help="aiperf, bireme; default both")
     for name, kind in _VALUES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
-    parser.add_argument("--out", metavar="FOLDER", help="of the results; default: a new one, by date")
+    parser.add_argument("--out", metavar="FOLDER", help="of the results; default: a new one in out/")
     parser.add_argument("--resume", metavar="FOLDER", help="go on with the sweep that is there")
     parser.add_argument("--plan", action="store_true", help="show the plan and measure nothing")
     options = parser.parse_args(arguments)

@@ -198,6 +198,14 @@ def test_our_load_s_failure_has_its_reason_too(stdout, told, tmp_path):
         loads.read(cell(load="bireme"), tmp_path, stdout)
 
 
+def test_requests_that_aiperf_saw_fail_are_the_reason(tmp_path):
+    assert loads.request_errors(tmp_path) == ""
+    records = [{"error": {"code": 400, "message": "too long"}}, {"error": None}, {"error": {"code": 503}}, {}]
+    lines = [json.dumps(record) for record in [*records, records[0]]]
+    (tmp_path / "profile_export.jsonl").write_text("\n".join([*lines, "{half"]))
+    assert loads.request_errors(tmp_path) == "requests failed with 400: too long"
+
+
 def test_without_an_export_it_is_said_which_file_is_missing(tmp_path):
     with pytest.raises(LoadFailedError, match="aiperf left no profile_export_aiperf.json"):
         loads.read(cell(), tmp_path, "")
@@ -335,9 +343,15 @@ def test_a_folder_goes_on_with_what_is_not_measured(tmp_path):
     assert again.left(plan) == [plan.cells[0], plan.cells[-1]]  # not begun, failed
     assert again.read_all(plan) == runs[1:]
     with pytest.raises(ConfigError, match=r"a sweep is there; --resume .* goes on with it"):
-        again.begin(plan)
+        again.check_new()
     (tmp_path / "out" / "runs" / f"{plan.cells[1].slug}.json").write_text("{broken")
     assert plan.cells[1] in again.left(plan)
+
+
+def test_what_an_earlier_try_has_exported_is_gone_before_the_next(tmp_path):
+    results = Results(tmp_path)
+    (results.new_load_folder(cell()) / "profile_export_aiperf.json").write_text("{}")
+    assert list(results.new_load_folder(cell()).iterdir()) == []
 
 
 def test_a_plan_of_another_version_is_refused(tmp_path):
@@ -362,6 +376,35 @@ def test_a_report_of_one_way_says_what_is_missing_for_a_comparison():
     plan = plan_of(MOCKER)
     (told, _) = report.comparison(plan, runs_of(plan)[:1] * 2, "512/128") + [""]
     assert told == "[aiperf] Nothing disaggregated is in this sweep; name such a recipe as well to have both compared."
+
+
+def test_repeats_come_in_turns_and_what_they_differ_by_counts_as_equal():
+    plan = plan_of(MOCKER, DISAGGREGATED, concurrency=[1, 4], repeats=2, loads=["bireme"])
+    assert [(one.concurrency, one.repeat) for one in plan.cells[:4]] == [(1, 1), (4, 1), (1, 2), (4, 2)]
+    rates = {("mocker", 1): 100.0, ("mocker", 2): 120.0, ("mocker-disagg", 1): 220.0, ("mocker-disagg", 2): 240.0}
+    runs = [
+        msgspec.structs.replace(
+            run, state="measured", figures=figures(tokens_per_s=rate), tokens_per_s_per_gpu=rate / run.share.count
+        )
+        for run in runs_of(plan)
+        for rate in [rates[run.cell.deployment, run.cell.repeat]]
+    ]
+    assert [point.per_gpu for point in report.points_of(runs)] == [110.0, 110.0, 115.0, 115.0]
+    assert report.trust(runs).startswith("Repeats of a cell differed by 20% in tokens/s at most")
+    assert "are equal within 20% of tokens/s a worker" in report.comparison(plan, runs, "512/128")[0]
+
+
+def test_a_cell_that_was_measured_once_is_not_said_to_come_again():
+    plan = plan_of(MOCKER, loads=["bireme"])
+    assert "measured once, so nobody knows" in report.trust(runs_of(plan))
+
+
+def test_ways_with_gpus_and_without_are_not_compared():
+    plan = plan_of(MOCKER, DISAGGREGATED)
+    runs = [msgspec.structs.replace(run, share=gpus.Share(1, unit)) for run, unit in zip(
+        runs_of(plan), ("GPU", "GPU", "worker", "worker"), strict=True)]  # fmt: skip
+    (told,) = report.comparison(plan, runs, "512/128")
+    assert told.startswith("Some launches used GPUs and others none")
 
 
 def test_a_report_of_failures_alone_has_no_picture(tmp_path):

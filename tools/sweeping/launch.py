@@ -20,7 +20,7 @@ from typing import Any
 from bireme import own_process
 from bireme.config import CHECKOUT, Recipe
 from bireme.launch import free_port
-from tools.sweeping.loads import Target
+from tools.sweeping.loads import Target, environment
 from tools.sweeping.matrix import Deployment
 
 _POLL_S = 0.25
@@ -39,17 +39,17 @@ class StoppedError(Exception):
 
 
 class Stop:
-    """Set by a signal; whoever waits, waits here."""
+    """Set by a signal; whoever waits, waits here. A second signal is for those who wait for a launch to end."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._event, self._hurry = threading.Event(), threading.Event()
 
     @property
-    def is_set(self) -> bool:
-        return self._event.is_set()
+    def is_urgent(self) -> bool:
+        return self._hurry.is_set()
 
     def set(self) -> None:
-        self._event.set()
+        (self._hurry if self._event.is_set() else self._event).set()
 
     def sleep(self, seconds: float) -> None:
         """Raises StoppedError."""
@@ -83,16 +83,12 @@ class Launch:
                 )
             stop.sleep(_POLL_S)
 
-    def try_chat(self) -> None:
+    def try_answer(self, is_chat: bool) -> None:
         """Ask for a few tokens as any client would. Raises LaunchFailedError."""
-        body = {
-            "model": self.target.model,
-            "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": _SMOKE_TOKENS,
-            "bireme": {"ignore_eos": True},
-        }
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "Hello"}
+        body = asked | {"model": self.target.model, "max_tokens": _SMOKE_TOKENS, "ignore_eos": True}
         request = urllib.request.Request(  # noqa: S310  its own launch, by http on loopback
-            f"{self.target.url}/v1/chat/completions",
+            f"{self.target.url}/v1/{'chat/' if is_chat else ''}completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -100,7 +96,7 @@ class Launch:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if status == 200 and json.loads(text)["usage"]["completion_tokens"] > 0:
                 return
-        raise LaunchFailedError(f"it is ready, but a first chat was answered with {status}: {text[:300]}")
+        raise LaunchFailedError(f"it is ready, but a first request was answered with {status}: {text[:300]}")
 
     def document(self) -> dict[str, Any]:
         """Return what serve.py says of this launch. Raises LaunchFailedError."""
@@ -110,19 +106,21 @@ class Launch:
             raise LaunchFailedError(f"serve.py has written no {self._config.name}: {error}") from error
         return found
 
-    def end(self) -> None:
-        """Let it end in order; then not."""
-        with contextlib.suppress(ProcessLookupError):
-            for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGTERM, _KILL_S), (signal.SIGKILL, _KILL_S)):
-                if self._process.poll() is not None:
-                    return
-                self._process.send_signal(number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(patience_s)
+    def end(self, stop: Stop) -> None:
+        """Let it end in order, unless that takes too long or a second signal hurries; then not."""
+        for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGTERM, _KILL_S), (signal.SIGKILL, _KILL_S)):
+            if self.has_ended():
+                return
+            self._process.send_signal(number)
+            deadline, was_urgent = time.monotonic() + patience_s, stop.is_urgent
+            while not self.has_ended() and time.monotonic() < deadline and stop.is_urgent == was_urgent:
+                time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
-def started(deployment: Deployment, recipe: Recipe, settings: Sequence[str], folder: Path) -> Iterator[Launch]:
+def started(
+    deployment: Deployment, recipe: Recipe, settings: Sequence[str], folder: Path, stop: Stop
+) -> Iterator[Launch]:
     """Start it and end it again; `folder`: for its log and configuration. Only the main thread may call this."""
     ports = {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
     log, config = folder / f"{deployment.slug}.log", folder / f"{deployment.slug}.config.json"
@@ -133,20 +131,18 @@ def started(deployment: Deployment, recipe: Recipe, settings: Sequence[str], fol
     serve += ["--drain-timeout", str(_DRAIN_S), "--dump-config-to", str(config)]
     serve += [word for setting in settings for word in ("--set", setting)]
     guard = [sys.executable, "-I", "-S", str(own_process.__file__), str(os.getpid()), "free"]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("BIREME_RECIPE", "BIREME_OVERRIDE")
-    }
+    variables = {name: value for name, value in os.environ.items() if name not in ("BIREME_RECIPE", "BIREME_OVERRIDE")}
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*guard, *serve], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, env=environment,
+            start_new_session=True, env=variables,
         )  # fmt: skip
     target = Target(f"http://127.0.0.1:{ports['openai']}", recipe.served_name, recipe.tokenizer_path)
     launch = Launch(process, f"http://127.0.0.1:{ports['health']}/health/ready", target, log, config)
     try:
         yield launch
     finally:
-        launch.end()
+        launch.end(stop)
 
 
 def run_load(command: Sequence[str], log: Path, timeout_s: float, has_died: Callable[[], bool], stop: Stop) -> str:
@@ -158,8 +154,9 @@ def run_load(command: Sequence[str], log: Path, timeout_s: float, has_died: Call
     output = log.with_suffix(".out")
     with log.open("wb") as errors, output.open("wb") as stdout:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=errors, start_new_session=True, cwd=CHECKOUT
-        )
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=errors, start_new_session=True, cwd=CHECKOUT,
+            env=environment(),
+        )  # fmt: skip
         try:
             while process.poll() is None:
                 if time.monotonic() > deadline:

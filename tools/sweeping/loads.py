@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +22,8 @@ from tools import clients
 from tools.sweeping.matrix import Cell
 
 _EXPORT = "profile_export_aiperf.json"
+_RECORDS = "profile_export.jsonl"
+_NUM_ERRORS = 3  # different ones, that are told
 
 
 class LoadFailedError(Exception):
@@ -29,16 +34,23 @@ class LoadFailedError(Exception):
 class Target:
     url: str  # of the OpenAI frontend, without /v1
     model: str
-    tokenizer: str  # folder
+    tokenizer: str  # folder, or hub id
 
 
 def prepare(load: str) -> None:
-    """Make the environment of a load that has one of its own. Raises ConfigError."""
+    """See that a load can run; make the environment of one that has its own. Raises ConfigError."""
+    if load == "bireme" and importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("bireme's load needs aiohttp, which is not installed; pip install aiohttp")
     if load == "aiperf":
         try:
             clients.environment("aiperf")
         except clients.NotInstalledError as error:
             raise ConfigError(f"aiperf can't be installed ({error}); --loads bireme goes without it") from error
+
+
+def environment() -> dict[str, str]:
+    """Return that of a load: with HF_HUB_OFFLINE aiperf takes no folder for a tokenizer."""
+    return {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
 
 
 def command(cell: Cell, target: Target, folder: Path) -> list[str]:
@@ -108,6 +120,20 @@ def _read_aiperf(folder: Path) -> tuple[Figures, str]:
     except (OSError, ValueError) as error:
         raise LoadFailedError(f"aiperf left no {_EXPORT} that can be read ({error})") from error
     return from_aiperf(export), f"aiperf {export.get('aiperf_version', '?')}"
+
+
+def request_errors(folder: Path) -> str:
+    """Return what aiperf's records say of requests that failed; "": none has, or there are no records."""
+    try:
+        lines = (folder / _RECORDS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    found: dict[str, None] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            error = json.loads(line)["error"]
+            found[f"requests failed with {error['code']}: {str(error['message'])[:400]}"] = None
+    return "; ".join(list(found)[:_NUM_ERRORS])
 
 
 def from_aiperf(export: Mapping[str, Any]) -> Figures:

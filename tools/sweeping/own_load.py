@@ -27,8 +27,9 @@ import msgspec
 
 from bireme.sizing.figures import Answered, of_requests
 
-_NUM_ERRORS = 3  # that are told
+_NUM_ERRORS = 3  # different ones, that are told
 _ANSWER_S = 600.0  # for one request
+_FILE = "tokenizer.json"
 
 
 class Choice(msgspec.Struct):
@@ -116,7 +117,8 @@ def plain_ids(tokenizer: str) -> list[int]:
     """Return the ids of a tokenizer but its special ones."""
     from tokenizers import Tokenizer
 
-    loaded = Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
+    folder = Path(tokenizer)
+    loaded = Tokenizer.from_file(str(folder / _FILE)) if folder.is_dir() else Tokenizer.from_pretrained(tokenizer)
     return sorted(set(loaded.get_vocab().values()) - loaded.get_added_tokens_decoder().keys())
 
 
@@ -155,7 +157,7 @@ async def load(options: argparse.Namespace) -> dict[str, Any]:
             else:
                 await open_loop(asker, count, options.rate, into, options.seed)
     figures = of_requests(tally.answered, len(tally.errors)) if tally.answered else None
-    return {"figures": msgspec.to_builtins(figures), "errors": tally.errors[:_NUM_ERRORS]}
+    return {"figures": msgspec.to_builtins(figures), "errors": list(dict.fromkeys(tally.errors))[:_NUM_ERRORS]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +171,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--tokenizer", required=True, metavar="FOLDER", help="with tokenizer.json")
+    parser.add_argument("--tokenizer", required=True, metavar="FOLDER_OR_HUB_ID")
     parser.add_argument("--input-tokens", type=int, required=True)
     parser.add_argument("--output-tokens", type=int, required=True)
     pressure = parser.add_mutually_exclusive_group(required=True)

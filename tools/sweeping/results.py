@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     share: Share | None = None  # None: the launch did not come up
     tokens_per_s_per_gpu: float | None = None  # or per worker: share.unit
     tool: str = ""  # that made the load, with its version
+    command: tuple[str, ...] = ()  # of the load
     began_at: str = ""
     seconds: float = 0.0  # with warm-up and the tool's own start
     clock: str = ""  # of the GPUs at the end
@@ -45,12 +47,15 @@ class Results:
         self.folder = folder
         self._runs = folder / "runs"
 
-    def begin(self, plan: Plan) -> None:
+    def check_new(self) -> None:
         """Raises ConfigError where a sweep is there already."""
         if (self.folder / _PLAN).exists():
             raise ConfigError(
                 f"--out {self.folder}: a sweep is there; --resume {self.folder} goes on with it, or name another folder"
             )
+
+    def begin(self, plan: Plan) -> None:
+        """Raises ConfigError."""
         try:
             self._make_folders()
         except OSError as error:
@@ -89,8 +94,13 @@ class Results:
         """Return the cells that have not been measured; those that failed are tried again."""
         return [cell for cell in plan.cells if (run := self.read(cell)) is None or run.state != "measured"]
 
-    def load_folder(self, cell: Cell) -> Path:
-        return self.folder / cell.load / cell.slug
+    def new_load_folder(self, cell: Cell) -> Path:
+        """Return an empty folder: an export of an earlier try must not be taken for this one's."""
+        folder = self.folder / cell.load / cell.slug
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        return folder
 
     @property
     def logs(self) -> Path:

@@ -15,7 +15,7 @@ from bireme.launch.override import add_settings
 from bireme.recipe_files import load_recipe
 from tools.sweeping import gpus, loads
 from tools.sweeping.gpus import Clocks, Share
-from tools.sweeping.launch import Launch, LaunchFailedError, Stop, run_load, started
+from tools.sweeping.launch import Launch, LaunchFailedError, Stop, last_lines, run_load, started
 from tools.sweeping.loads import LoadFailedError
 from tools.sweeping.matrix import Cell, Deployment, Plan
 from tools.sweeping.results import Results, Run
@@ -69,9 +69,9 @@ class Sweep:
         self._say(f"{deployment.name}: starting")
         try:
             settings, recipe = settle(deployment)
-            with started(deployment, recipe, settings, self._results.logs) as launch:
+            with started(deployment, recipe, settings, self._results.logs, self._stop) as launch:
                 launch.wait_ready(self._plan.matrix.ready_timeout_s, self._stop)
-                launch.try_chat()
+                launch.try_answer(is_chat="aiperf" in self._plan.matrix.loads)
                 document = launch.document()
                 share = gpus.share_of(document, recipe)
                 self.estimate.saw_launch(time.monotonic() - began)
@@ -82,7 +82,7 @@ class Sweep:
                 for cell in cells:
                     if not self._measure(cell, launch, base):
                         return
-        except (LaunchFailedError, BiremeError) as error:
+        except (LaunchFailedError, BiremeError, OSError) as error:
             for cell in cells:
                 if cell in self._left:
                     self._save(Run(cell=cell, deployment=deployment, state="failed", reason=f"launch: {error}"))
@@ -92,11 +92,11 @@ class Sweep:
         share, began = base.share, time.monotonic()
         assert share is not None
         known = msgspec.structs.replace(base, cell=cell, began_at=datetime.now(UTC).isoformat(timespec="seconds"))
-        folder = self._results.load_folder(cell)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._results.new_load_folder(cell)
         is_good = True
+        command = loads.command(cell, launch.target, folder)
+        known = msgspec.structs.replace(known, command=tuple(command))
         try:
-            command = loads.command(cell, launch.target, folder)
             timeout_s = self._plan.matrix.cell_timeout_s
             stdout = run_load(command, folder / "load.log", timeout_s, launch.has_ended, self._stop)
             figures, tool = loads.read(cell, folder, stdout)
@@ -106,9 +106,12 @@ class Sweep:
             )  # fmt: skip
             self.estimate.saw_cell(cell, time.monotonic() - began)
         except (LoadFailedError, ChildProcessError) as error:  # it has ended by itself: nothing of it is under way
-            run, is_good = msgspec.structs.replace(known, reason=f"load: {error}"), launch.is_ready()
-        except (TimeoutError, LaunchFailedError) as error:
+            reason = f"load: {loads.request_errors(folder) or error}"
+            run, is_good = msgspec.structs.replace(known, reason=reason), launch.is_ready()
+        except TimeoutError as error:
             run, is_good = msgspec.structs.replace(known, reason=f"load: {error}"), False
+        except LaunchFailedError as error:
+            run, is_good = msgspec.structs.replace(known, reason=f"launch: {error}: {last_lines(launch.log)}"), False
         clock = self._clocks.now()
         self._save(msgspec.structs.replace(run, seconds=round(time.monotonic() - began, 1), clock=clock))
         return is_good
