@@ -33,6 +33,23 @@ class TinyModel:
         return [self._known[key] for key in keys]
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has kernels share a row's tokens among four programs: short rows give one of them something to do, and
+    Triton's interpreter runs them all, up to 64. Tests of the kernels themselves have each number that there is.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from bireme.engines.torch.forward import decode_state
+    from bireme.engines.torch.kernels import decode_attention, paged_decode
+
+    monkeypatch.setattr(paged_decode, "num_splits", lambda rows: 4)
+    for module in (decode_attention, decode_state):
+        monkeypatch.setattr(module, "most_parts", lambda num_kv_heads: 4)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """Return the tiny model of a name: llama, qwen3 or gemma3 (window 32); what follows a space is the test's."""

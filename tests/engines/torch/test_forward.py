@@ -93,6 +93,7 @@ def test_on_a_cpu_one_path_computes_every_step(start, is_fused, path, caplog):
     assert f"step_paths {path}\n" in caplog.text
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_decodes_of_the_fused_decoder_are_resident_and_other_steps_are_its_own(start, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
@@ -103,6 +104,7 @@ def test_decodes_of_the_fused_decoder_are_resident_and_other_steps_are_its_own(s
     assert "step_paths resident,fused\n" in caplog.text
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_steps_with_few_tokens_of_prompts_are_mixed_with_decodes_or_without(start, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
@@ -114,6 +116,7 @@ def test_steps_with_few_tokens_of_prompts_are_mixed_with_decodes_or_without(star
     assert f"step_paths {paths_there}\n" in caplog.text
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_a_prompt_whose_log_probabilities_are_wanted_is_not_mixed(start, monkeypatch):
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     engine = start(True)

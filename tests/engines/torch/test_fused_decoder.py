@@ -25,6 +25,7 @@ from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
+pytestmark = pytest.mark.usefixtures("few_programs")
 PROMPTS = make_prompts(5, 9, 3, seed=1)
 ASKED = [
     [request(PROMPTS[0], 5), request(PROMPTS[1], 3, temperature=1.1, seed=5, top_p=0.9)],

@@ -110,6 +110,7 @@ def test_a_question_behind_a_long_prefix_equals_plain_torch_in_bfloat16(rng, siz
     assert float((found - expected).norm() / expected.norm()) < 0.01
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_an_engine_that_runs_on_the_kernels_equals_generate(tiny, monkeypatch):
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     monkeypatch.setattr(decoder_weights, "FAMILIES", ())

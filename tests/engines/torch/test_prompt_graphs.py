@@ -19,6 +19,7 @@ from tests.engines.torch.test_fused_decoder import KINDS, SMALL, of_a_soak
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
 
 IS_CUDA = torch.cuda.is_available()
+pytestmark = pytest.mark.usefixtures("few_programs")
 ENGINE = {"max_seq_len": 40, "max_num_tokens": 16, "max_batch_size": 2, "tokens_per_block": 4}
 FIRST, SECOND, LONG, OTHER, LAST = make_prompts(14, 5, 35, 9, 6, seed=4)
 ASKED = [
