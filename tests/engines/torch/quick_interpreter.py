@@ -23,6 +23,7 @@ def make_quick() -> None:
         assert not builder.options.debug, "the sums are checked for assertions, which only `debug` makes"
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
         interpreter._patch_builtin = _Builtins(interpreter).patch
+        _skip_what_changes_nothing(interpreter.tl.core, type(interpreter.interpreter_semantic))
         interpreter._get_np_dtype = _quick_dtype(interpreter)
         interpreter.InterpretedFunction.__call__ = _quick_call(interpreter)
         _share_shapes(interpreter.tl.core)
@@ -42,11 +43,12 @@ def _quick_dtype(interpreter: Any) -> Any:
 
 
 class _Builtins:
-    """The names of each part of the language that the interpreter replaces, found when it is first seen."""
+    """The names of each part of the language that the interpreter replaces, and by what, found at its first sight."""
 
     def __init__(self, interpreter: Any) -> None:
         self._interpreter = interpreter
         self._names: dict[Any, list[str]] = {}
+        self._made: dict[Any, Any] = {}
 
     def patch(self, part: Any, builder: Any, scope: Any) -> None:
         is_builtin = self._interpreter.tl.core.is_builtin
@@ -55,31 +57,76 @@ class _Builtins:
         for name in self._names[part]:
             member = getattr(part, name)
             if is_builtin(member):  # and not replaced already
-                self._interpreter._patch_attr(part, name, member, builder, scope)
+                scope.set_attr(part, name, self._interpreted(member))
+
+    def _interpreted(self, member: Any) -> Any:
+        """As the interpreter does it, in one call and not three."""
+        if member not in self._made:
+            # What is wrapped checks that it is interpreted, and calls the function; a tensor's methods wrap nothing.
+            function, semantic = getattr(member, "__wrapped__", member), self._interpreter.interpreter_semantic
+            self._made[member] = lambda *args, _semantic=None, **kwargs: function(*args, **kwargs, _semantic=semantic)
+        return self._made[member]
+
+
+def _skip_what_changes_nothing(core: Any, semantic: Any) -> None:
+    """A value of the type that is asked for needs no cast, nor two of one shape to be brought to one.
+
+    Types and shapes are compared by what they hold only where they are not the same object, and what an operation of
+    two types computes in is found once.
+    """
+    is_type, is_shape, true = core.dtype.__eq__, core.tuple.__eq__, core.constexpr(True)
+    cast, broadcast, promote = semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl
+    promoted: dict[Any, Any] = {}
+
+    def quick_cast(self: Any, value: Any, to: Any, *rounding: Any, **named: Any) -> Any:
+        return value if value.dtype is to else cast(self, value, to, *rounding, **named)
+
+    def quick_broadcast(self: Any, left: Any, right: Any) -> Any:
+        is_block = left.type.is_block()
+        if is_block is right.type.is_block() and (not is_block or left.type.shape is right.type.shape):
+            return left, right
+        return broadcast(self, left, right)
+
+    def quick_promote(self: Any, left: Any, is_left: bool, right: Any, is_right: bool, is_division: bool) -> Any:
+        key = left.name, is_left, right.name, is_right, is_division
+        if key not in promoted:
+            promoted[key] = promote(self, left, is_left, right, is_right, is_division)
+        return promoted[key]
+
+    core.dtype.__eq__ = lambda self, other: self is other or is_type(self, other)
+    core.tuple.__eq__ = lambda self, other: true if self is other else is_shape(self, other)
+    semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl = (
+        quick_cast,
+        quick_broadcast,
+        quick_promote,
+    )
 
 
 def _share_shapes(core: Any) -> None:
     """Blocks and tensors of a shape have one tuple of it, which nobody writes to."""
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
-    blocks: dict[Any, Any] = {}
-    shapes: dict[Any, Any] = {}
+    blocks: dict[Any, Any] = {}  # by the tuple's own address, too: those that are shared stay
+    shapes: dict[int, Any] = {}
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(getattr(size, "value", size) for size in shape)
-        if sizes not in blocks:
-            make_block(self, element_ty, shape)
-            blocks[sizes] = self.shape, self.numel, str(self.shape)
+        shared = blocks.get(id(shape))
+        if shared is None or shared[0] is not shape:
+            sizes = tuple(getattr(size, "value", size) for size in shape)
+            if sizes not in blocks:
+                make_block(self, element_ty, shape)
+                blocks[sizes] = blocks[id(self.shape)] = self.shape, self.numel, str(self.shape)
+            shared = blocks[sizes]
         self.element_ty = element_ty
-        self.shape, self.numel, text = blocks[sizes]
+        self.shape, self.numel, text = shared
         self.name = f"<{text}, {element_ty.name}>"
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in shapes:
+        at = id(type.shape) if type.is_block() else 0
+        if at not in shapes:
             make_tensor(self, handle, type)
-            shapes[sizes] = self.shape, self.numel
+            shapes[at] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[sizes]
+        self.shape, self.numel = shapes[at]
 
     core.block_type.__init__ = block
     core.tensor.__init__ = tensor
