@@ -16,8 +16,8 @@ from bireme.launch.processes import is_alive
 from bireme.recipe_files import load_recipe
 from bireme.sizing.figures import Figures
 from tools import sweep
-from tools.sweeping import gpus, loads, report
-from tools.sweeping.launch import LaunchFailedError, Stop, StoppedError, run_load
+from tools.sweeping import gpus, launch, loads, report
+from tools.sweeping.launch import LaunchFailedError, Stop, StoppedError, Wait, run_load
 from tools.sweeping.loads import LoadFailedError, Target
 from tools.sweeping.matrix import Cell, make_plan
 from tools.sweeping.results import Results, Run
@@ -219,22 +219,36 @@ def test_a_load_that_hangs_is_ended_with_its_children(tmp_path):
         return bool(log.with_suffix(".out").read_text().strip())
 
     stop = Stop()
+    wait = Wait(stop, "a cell", lambda text: None)
     with pytest.raises(LaunchFailedError):  # the launch `dies` once the child is there
-        run_load([sys.executable, "-c", script], log, 600, has_begun, stop)
+        run_load([sys.executable, "-c", script], log, 600, has_begun, wait)
     child = int(log.with_suffix(".out").read_text())
     while is_alive(child):
         time.sleep(0.01)
     with pytest.raises(TimeoutError, match="had not ended after 0 s; give more with cell_timeout_s"):
-        run_load([sys.executable, "-c", script], log, 0, lambda: False, stop)
+        run_load([sys.executable, "-c", script], log, 0, lambda: False, wait)
     stop.set()
     with pytest.raises(StoppedError):
-        run_load([sys.executable, "-c", script], log, 600, lambda: False, stop)
+        run_load([sys.executable, "-c", script], log, 600, lambda: False, wait)
 
 
 def test_a_load_that_fails_tells_the_end_of_what_it_said(tmp_path):
     code = "import sys; print('ValueError: error: no such model', file=sys.stderr); sys.exit(3)"
     with pytest.raises(ChildProcessError, match="ended with 3: ValueError: error: no such model"):
-        run_load([sys.executable, "-c", code], tmp_path / "load.log", 600, lambda: False, Stop())
+        run_load(
+            [sys.executable, "-c", code],
+            tmp_path / "load.log",
+            600,
+            lambda: False,
+            Wait(Stop(), "a cell", lambda text: None),
+        )
+
+
+def test_a_long_wait_says_now_and_then_that_it_goes_on(monkeypatch):
+    monkeypatch.setattr(launch, "_TELL_S", 0.0)
+    told = []
+    Wait(Stop(), "a cell", told.append).pause()
+    assert told == ["a cell: 0 min so far"]
 
 
 # GPUs

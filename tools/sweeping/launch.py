@@ -24,6 +24,7 @@ from tools.sweeping.loads import Target, environment
 from tools.sweeping.matrix import Deployment
 
 _POLL_S = 0.25
+_TELL_S = 60.0
 _DRAIN_S, _END_S, _KILL_S = 5, 60.0, 30.0
 _ANSWER_S = 60.0  # for the first chat, and for a probe
 _SMOKE_TOKENS = 4
@@ -57,6 +58,22 @@ class Stop:
             raise StoppedError
 
 
+class Wait:
+    """Waits for one thing, and says now and then that it still does."""
+
+    def __init__(self, stop: Stop, what: str, say: Callable[[str], None]) -> None:
+        self._stop, self._what, self._say = stop, what, say
+        self._began = self._told = time.monotonic()
+
+    def pause(self) -> None:
+        """Raises StoppedError."""
+        now = time.monotonic()
+        if now - self._told >= _TELL_S:
+            self._told = now
+            self._say(f"{self._what}: {(now - self._began) / 60:.0f} min so far")
+        self._stop.sleep(_POLL_S)
+
+
 class Launch:
     """Made by `started`."""
 
@@ -70,7 +87,7 @@ class Launch:
     def is_ready(self) -> bool:
         return not self.has_ended() and _get(self._health)[0] == 200
 
-    def wait_ready(self, timeout_s: float, stop: Stop) -> None:
+    def wait_ready(self, timeout_s: float, wait: Wait) -> None:
         """Raises LaunchFailedError, StoppedError."""
         deadline = time.monotonic() + timeout_s
         while not self.is_ready():
@@ -81,7 +98,7 @@ class Launch:
                     f"not ready in {timeout_s:g} s ({_get(self._health)[1][:300]}); the log is {self.log}; give more"
                     " with ready_timeout_s"
                 )
-            stop.sleep(_POLL_S)
+            wait.pause()
 
     def try_answer(self, is_chat: bool) -> None:
         """Ask for a few tokens as any client would. Raises LaunchFailedError."""
@@ -145,7 +162,7 @@ def started(
         launch.end(stop)
 
 
-def run_load(command: Sequence[str], log: Path, timeout_s: float, has_died: Callable[[], bool], stop: Stop) -> str:
+def run_load(command: Sequence[str], log: Path, timeout_s: float, has_died: Callable[[], bool], wait: Wait) -> str:
     """Run a program to its end and return its stdout; `log` gets the rest.
 
     `has_died`: the launch. Raises LaunchFailedError where it has, TimeoutError, StoppedError; or ChildProcessError.
@@ -163,7 +180,7 @@ def run_load(command: Sequence[str], log: Path, timeout_s: float, has_died: Call
                     raise TimeoutError(f"the load had not ended after {timeout_s:g} s; give more with cell_timeout_s")
                 if has_died():
                     raise LaunchFailedError("serve.py ended under the load")
-                stop.sleep(_POLL_S)
+                wait.pause()
         finally:
             _kill_session(process)
     if process.returncode:

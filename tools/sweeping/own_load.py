@@ -5,7 +5,8 @@
 
 Prompts are token ids, so that no template and no second reading of text changes a length, and none begins like another.
 With --rate requests come at random times (a Poisson process), whether others have ended or not. The last line of stdout
-is one JSON document: figures, and the first errors.
+is one JSON document: figures, the first errors, and the share of the time in which this process was busy. Close to 1 it
+is the load that could not do more.
 """
 
 from __future__ import annotations
@@ -150,14 +151,20 @@ async def load(options: argparse.Namespace) -> dict[str, Any]:
     limits = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
         asker = Asker(session, options)
-        tally = Tally()
+        tally, busy_s, began = Tally(), 0.0, 0.0
         for count, into in ((options.warmup, Tally()), (options.requests, tally)):
+            busy_s, began = time.process_time(), time.perf_counter()
             if options.concurrency:
                 await closed_loop(asker, count, options.concurrency, into)
             else:
                 await open_loop(asker, count, options.rate, into, options.seed)
+    busy = (time.process_time() - busy_s) / (time.perf_counter() - began)
     figures = of_requests(tally.answered, len(tally.errors)) if tally.answered else None
-    return {"figures": msgspec.to_builtins(figures), "errors": list(dict.fromkeys(tally.errors))[:_NUM_ERRORS]}
+    return {
+        "figures": msgspec.to_builtins(figures),
+        "errors": list(dict.fromkeys(tally.errors))[:_NUM_ERRORS],
+        "busy": round(busy, 3),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

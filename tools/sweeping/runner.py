@@ -15,7 +15,7 @@ from bireme.launch.override import add_settings
 from bireme.recipe_files import load_recipe
 from tools.sweeping import gpus, loads
 from tools.sweeping.gpus import Clocks, Share
-from tools.sweeping.launch import Launch, LaunchFailedError, Stop, last_lines, run_load, started
+from tools.sweeping.launch import Launch, LaunchFailedError, Stop, Wait, last_lines, run_load, started
 from tools.sweeping.loads import LoadFailedError
 from tools.sweeping.matrix import Cell, Deployment, Plan
 from tools.sweeping.results import Results, Run
@@ -70,7 +70,7 @@ class Sweep:
         try:
             settings, recipe = settle(deployment)
             with started(deployment, recipe, settings, self._results.logs, self._stop) as launch:
-                launch.wait_ready(self._plan.matrix.ready_timeout_s, self._stop)
+                launch.wait_ready(self._plan.matrix.ready_timeout_s, self._wait(f"{deployment.name}, starting"))
                 launch.try_answer(is_chat="aiperf" in self._plan.matrix.loads)
                 document = launch.document()
                 share = gpus.share_of(document, recipe)
@@ -97,8 +97,9 @@ class Sweep:
         command = loads.command(cell, launch.target, folder)
         known = msgspec.structs.replace(known, command=tuple(command))
         try:
-            timeout_s = self._plan.matrix.cell_timeout_s
-            stdout = run_load(command, folder / "load.log", timeout_s, launch.has_ended, self._stop)
+            wait, matrix = self._wait(cell.name), self._plan.matrix
+            launch.wait_ready(matrix.ready_timeout_s, wait)
+            stdout = run_load(command, folder / "load.log", matrix.cell_timeout_s, launch.has_ended, wait)
             figures, tool = loads.read(cell, folder, stdout)
             run = msgspec.structs.replace(
                 known, state="measured", figures=figures, tool=tool,
@@ -115,6 +116,9 @@ class Sweep:
         clock = self._clocks.now()
         self._save(msgspec.structs.replace(run, seconds=round(time.monotonic() - began, 1), clock=clock))
         return is_good
+
+    def _wait(self, what: str) -> Wait:
+        return Wait(self._stop, what, self._say)
 
     def _save(self, run: Run) -> None:
         self._results.save(run)
