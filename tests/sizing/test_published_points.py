@@ -3,14 +3,19 @@
 import json
 import shlex
 import statistics
+import subprocess
+import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from bireme.config import CHECKOUT
 from bireme.recipe_files import recipe_tree
 from bireme.sizing import recipe_rules as rules
+from bireme.sizing.aiconfigurator import TableTimings
 from bireme.sizing.machines import GPUS
 from bireme.sizing.model_shapes import shape_of
 from bireme.sizing.recipe_plan import Wish, plan
@@ -91,21 +96,45 @@ def test_the_rules_give_each_row_of_the_published_sweep(row):
     assert ours == generous.get((ranks, batch, drafted), max(tokens, 256))
 
 
-def estimated(model, gpu, ranks, attention_dp, prompt, output, concurrency):
-    """Return output tokens a second and GPU."""
-    wish = Wish(
+def wish_of(model, gpu, ranks, attention_dp, prompt, output, concurrency):
+    return Wish(
         shape=shape_of(CONFIGS[model], {}, model, model), gpu=GPUS[gpu], nodes=1, gpus_per_node=ranks,
         lengths=rules.Lengths(prompt=prompt, output=output), concurrency=concurrency, mode="aggregated",
         decode_ranks=ranks, decode_workers=1, attention_dp=attention_dp,
     )  # fmt: skip
-    found = plan(wish, PeakTimings(wish.shape, wish.gpu, wish.value_bytes))
-    return found.requests_per_s * output / ranks
+
+
+def throughput(wish, timings):
+    """Return output tokens a second and GPU."""
+    return plan(wish, timings).requests_per_s * wish.lengths.output / wish.decode_ranks
 
 
 def test_estimated_throughput_is_within_a_factor_of_two_of_what_is_published():
-    ratios = [estimated(*row[:-1]) / row[-1] for row in PUBLISHED["throughput"]]
+    wishes = [(wish_of(*row[:-1]), row[-1]) for row in PUBLISHED["throughput"]]
+    ratios = [
+        throughput(wish, PeakTimings(wish.shape, wish.gpu, wish.value_bytes)) / published for wish, published in wishes
+    ]
     assert min(ratios) > 0.6 and max(ratios) < 2.1
     assert 0.8 < statistics.median(ratios) < 1.3
+
+
+@pytest.mark.soak
+def test_throughput_by_the_library_s_tables_is_near_what_is_published(tmp_path):
+    """Installs aiconfigurator-core (82 MB, and what it needs) into an environment of its own."""
+    (pin,) = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+        "aiconfigurator"
+    ]
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "own")], check=True)
+    python = str(tmp_path / "own" / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "-q", pin], check=True)
+    ratios, config = [], tmp_path / "config.json"
+    for *asked, published in PUBLISHED["throughput"]:
+        config.write_text(json.dumps(CONFIGS[asked[0]]))
+        wish = wish_of(*asked)
+        with TableTimings(wish, python, config) as timings:
+            ratios.append(throughput(wish, timings) / published)
+    assert min(ratios) > 0.6 and max(ratios) < 1.4
+    assert 0.85 < statistics.median(ratios) < 1.15
 
 
 @pytest.mark.parametrize(
