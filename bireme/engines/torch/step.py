@@ -157,6 +157,7 @@ class SchedulerOutput:
     imports: list[Sequence] = field(default_factory=list)  # admitted; their KV is to be fetched
     onboards: list[tuple[Sequence, list[BlockCopy]]] = field(default_factory=list)  # admitted; copies to be made first
     under_way: list[tuple[Sequence, int]] | None = None  # chunks of the step before, where that has not ended
+    ahead: dict[Sequence, int] = field(default_factory=dict)  # tokens in those that own chunks stand behind; until then
     budget: int = 0
 
     @property
@@ -185,8 +186,12 @@ class SchedulerOutput:
     @property
     def sampled(self) -> list[Sequence]:
         """Return those whose next token comes of the step that is planned."""
-        ends = (sequence for sequence, count in self.chunks if sequence.computed + count == len(sequence.tokens))
+        ends = (one for one, count in self.chunks if self.begin_of(one) + count == len(one.tokens))
         return [*self.decodes, *ends]
+
+    def begin_of(self, sequence: Sequence) -> int:
+        """Return where its chunk begins."""
+        return sequence.computed + self.ahead.get(sequence, 0) if self.ahead else sequence.computed
 
     @property
     def largest(self) -> Sequence:

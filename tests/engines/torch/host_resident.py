@@ -56,6 +56,7 @@ class HostResident:
     def __init__(self, parts: Parts) -> None:
         self.num_ahead = 0  # steps that were started before the tokens of the one before were read
         self.num_joined = 0  # of these, those with a prompt
+        self.num_gone_on = 0  # parts of prompts that were started before the part before had been read
         self._parts = parts
         self.num_chosen_again = 0  # of them, those with rows whose tokens were chosen from edited logits
         self.last: dict[Any, int] = {}
@@ -79,7 +80,16 @@ class HostResident:
         for sequence in plan.decodes if ahead else ():
             sequence.tokens.append(self.last[sequence.key])
             sequence.computed = len(sequence.tokens) - 1
-        logits, batch = self._parts.forward.run(plan).logits.clone(), plan.sampled
+        begins = [(sequence, sequence.computed, plan.begin_of(sequence)) for sequence, _ in plan.chunks]
+        self.num_gone_on += sum(begin > before for _, before, begin in begins)
+        under_way, plan.ahead = plan.ahead, {}
+        for sequence, _, begin in begins:
+            sequence.computed = begin
+        logits = self._parts.forward.run(plan).logits.clone()
+        for sequence, before, _ in begins:
+            sequence.computed = before
+        plan.ahead = under_way
+        batch = plan.sampled
         for sequence, before in zip(plan.decodes if ahead else (), computed, strict=False):
             sequence.tokens.pop()
             sequence.computed = before

@@ -26,6 +26,7 @@ class Steps:
         share: float = 0.1,
         enable_reuse: bool = False,
         costs: StepCosts | None = None,
+        can_start: bool = False,
         **limits: Any,
     ) -> None:
         self.manager = BlockManager([GroupSpec(0, num_blocks)], 4, model="m", enable_reuse=enable_reuse)
@@ -33,7 +34,9 @@ class Steps:
         known |= {"tokens_per_block": 4, "enable_chunked_prefill": True, "max_logprob_rows": 64, "max_queue_size": 64}
         known |= {"max_queue_time_s": 0.0, "best_effort_share": share, "may_preempt": may_preempt}
         self.now = 100.0
-        self.scheduler = Scheduler(self.manager, EngineLimits(**(known | limits)), lambda: self.now, costs)
+        self.scheduler = Scheduler(
+            self.manager, EngineLimits(**(known | limits)), lambda: self.now, costs, lambda plan: can_start
+        )
         self.num_added = 0
 
     def add(self, num_prompt: int = 4, max_tokens: int = 2_000, priority: float = 0.5) -> Sequence:
@@ -94,4 +97,6 @@ class Overlapping(Steps):
             self.admitted = [*self.started.imports, *self.scheduler.admit_imports().imports]
         self.now += STEP_S
         self.end(plan)
+        if self.started is not None:
+            self.started.ahead.clear()
         return self.members(plan)

@@ -41,6 +41,7 @@ def test_whenever_they_come_they_are_answered_as_alone(tiny, settings):
             assert [(one.finish.error, one.tokens) for one in results] == [("", alone[at]) for at in numbers]
         engine.settle()
         assert resident.num_ahead > 20 and resident.num_joined
+        assert "max_num_tokens" not in settings or resident.num_gone_on
         assert engine.manager.num_referenced == 0
 
 

@@ -34,11 +34,11 @@ def recording(path, **settings):
         prompts = [one for one, _ in plan.chunks] + first
         assert (told.num_prefill_requests, told.num_decode_requests) == (len(prompts), len(later))
         assert told.sum_prefill_tokens == sum(count for _, count in plan.chunks) + len(first)
-        assert told.sum_prefill_kv_tokens == sum(one.computed for one in prompts)
+        assert told.sum_prefill_kv_tokens == sum(plan.begin_of(one) for one in prompts)
         assert told.var_prefill_length == pytest.approx(variance([len(one.tokens) for one in prompts]))
         assert told.sum_decode_kv_tokens == sum(later)
         assert told.var_decode_kv_tokens == pytest.approx(variance(later))
-        engine.num_prompts += len(first) + sum(one.computed + num == len(one.tokens) for one, num in plan.chunks)
+        engine.num_prompts += len(first) + sum(plan.begin_of(one) + num == len(one.tokens) for one, num in plan.chunks)
         compare_queue(recorder._queue.requests, list(engine.core.scheduler.waiting._members.values()))
         return told
 

@@ -61,6 +61,27 @@ def test_a_prompt_that_does_not_fit_into_a_step_goes_on_in_one_that_is_planned_a
     assert steps.started is None and steps.step() == [live, prompt] and steps.started is not None
 
 
+def test_where_its_parts_can_be_started_ahead_it_goes_on_at_once():
+    steps, live = running(can_start=True)
+    first, second = steps.add(num_prompt=150), steps.add(num_prompt=10)
+    steps.step()
+    assert steps.started.chunks == [(first, 63)]
+    steps.step()
+    assert steps.started.chunks == [(first, 63)] and (first.computed, steps.scheduler.num_prefill_tokens) == (63, 24)
+    assert steps.step() == [live, first] and steps.started.chunks == [(first, 24), (second, 10)]
+    assert first.computed == 126 and len(first.table.blocks[0]) == 38
+    assert steps.step() == [live, first, second]
+    assert first.num_output == 1 and steps.started.decodes == [live, first, second]
+
+
+def test_a_part_for_which_there_is_no_room_waits_for_the_step_before_it():
+    steps, live = running(can_start=True, may_preempt=True, num_blocks=40)
+    prompt = steps.add(num_prompt=120)
+    for _ in range(9):
+        steps.step()
+    assert prompt.first_token_at and live.first_token_at
+
+
 def test_one_whose_first_block_is_being_computed_waits_for_it():
     steps, live = running(enable_reuse=True)
     prompt, same = steps.add(num_prompt=20), steps.add(num_prompt=20)

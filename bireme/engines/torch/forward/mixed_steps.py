@@ -75,7 +75,7 @@ class MixedSteps:
             plan.num_tokens <= self._sizes[-1]
             and len(plan.chunks) <= _MOST_CHUNKS
             and all(
-                sequence.computed + count <= _MOST_SEEN and not sequence.wants_prompt_logprobs
+                plan.begin_of(sequence) + count <= _MOST_SEEN and not sequence.wants_prompt_logprobs
                 for sequence, count in plan.chunks
             )
         )
@@ -139,7 +139,8 @@ class MixedSteps:
         drawn = [(slot, position, row) for row, (slot, position) in enumerate(zip(slots, positions, strict=True))]
         firsts, tiles, row = list(enumerate(decodes)), [], len(decodes)
         for sequence, count in plan.chunks:
-            first, end = sequence.computed, sequence.computed + count
+            first = plan.begin_of(sequence)
+            end = first + count
             own = told.steps[row : row + count]
             own[:, SLOT], own[:, POSITION] = sequence.slot, range(first, end)
             own[:, TOKEN] = sequence.tokens[first:end]

@@ -60,7 +60,12 @@ class _Started:
 class EngineCore:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.scheduler = Scheduler(parts.manager, parts.limits, costs=parts.costs)
+        self.scheduler = Scheduler(
+            parts.manager,
+            parts.limits,
+            costs=parts.costs,
+            can_start=lambda plan: parts.forward.resident_for(plan) is not None,
+        )
         self.requests = OpenRequests(parts, self.scheduler)
         self._delivery = TokenDelivery(parts, self.scheduler, self.requests)
         self._arrivals = Arrivals(parts, self.scheduler, self.requests, self._delivery)
@@ -297,6 +302,9 @@ class EngineCore:
         plan, sampled = started.plan, self._late.accept(started.flight, started.batch, choice)
         plan.keep_running()
         self._advance(plan)
+        for later in (self._started.plan if self._started is not None else None, self._planned):
+            if later is not None:
+                later.ahead.clear()  # what its chunks stand behind has been computed
         now = time.monotonic()
         if plan.chunks:
             note_chunks(plan, self._parts.prompt_work, self.num_steps, started.began_at, now)

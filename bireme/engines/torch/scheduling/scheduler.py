@@ -33,8 +33,9 @@ class Scheduler:
         limits: EngineLimits,
         clock: Callable[[], float] = time.monotonic,
         costs: StepCosts | None = None,
+        can_start: Callable[[SchedulerOutput], bool] = lambda plan: False,
     ) -> None:
-        """`costs`: what steps take, for limits.max_stream_gap_s."""
+        """`costs`: what steps take, for limits.max_stream_gap_s. `can_start`: while the step before is under way."""
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # RUNNING and IMPORTING, in order of admission
         self.num_preemptions = 0
@@ -44,6 +45,7 @@ class Scheduler:
         self._manager = manager
         self._limits = limits
         self._clock = clock
+        self._can_start = can_start
         self._gap = StreamGap(costs, limits.max_stream_gap_s) if costs is not None and limits.max_stream_gap_s else None
         self._slots = list(range(limits.max_batch_size - 1, -1, -1))
         self._refused = (-1, -1)  # head of the queue and `num_released` when it did not fit
@@ -77,20 +79,49 @@ class Scheduler:
         if joins and not self._can_join_ahead(plan):
             return None
         wanted, going = _running(self.running, rests), _running(plan.sampled, rests)
-        if len(going) < len(wanted):
-            return None  # others have joined, or a prompt goes on
+        prompts = self._prompts_ahead(plan, wanted, going) if len(going) < len(wanted) else []
+        if prompts is None:
+            return None
         going = [sequence for sequence in going if sequence.num_output + 1 < sequence.max_tokens]
         if not going or not all(self._has_room_ahead(sequence) for sequence in going):
             return None
-        self.best_effort.num_rests += len(wanted) < len(_running(self.running))
         budget = self._limits.max_num_tokens - len(going)
         following = SchedulerOutput(decodes=going, under_way=plan.chunks, budget=budget)
+        if prompts and not self._go_on(prompts, plan, following):
+            return None
+        self.best_effort.num_rests += len(wanted) < len(_running(self.running))
         if following.has_best_effort:
             self.best_effort.ran(now)
+        if joins or prompts:
+            left = (len(one.tokens) - following.begin_of(one) - dict(following.chunks).get(one, 0) for one in prompts)
+            self.num_prefill_tokens = sum(left)
         if joins:
-            self.num_prefill_tokens = 0
             self._admit(following, lambda head: not head.is_best_effort)
         return following
+
+    def _prompts_ahead(
+        self, plan: SchedulerOutput, wanted: list[Sequence], going: list[Sequence]
+    ) -> list[Sequence] | None:
+        """Return the prompts that go on after the step that was started; None: its tokens are needed first."""
+        decodes, under_way = set(going), dict(plan.chunks)
+        prompts = [one for one in wanted if one not in decodes]
+        if plan.has_best_effort or any(one.is_best_effort for one in prompts):
+            return None  # the one rests for the other
+        return prompts if all(one in under_way or one.num_pending > 1 for one in prompts) else None
+
+    def _go_on(self, prompts: list[Sequence], plan: SchedulerOutput, following: SchedulerOutput) -> bool:
+        """Add the next parts of prompts, behind those that are under way; False: not before these have ended."""
+        following.ahead.update((one, count) for one, count in plan.chunks if one in prompts)
+        for sequence in prompts:
+            count = self._chunk(sequence, following)
+            end = following.begin_of(sequence) + count
+            if not self._manager.can_grow(sequence.table, end, sequence.computed):
+                return False
+            if count:
+                self._manager.grow(sequence.table, end, sequence.computed)
+                following.chunks.append((sequence, count))
+                following.budget -= count
+        return self._can_start(following)
 
     def _may_join(self, rests: bool) -> bool:
         """Return whether the head of the queue may take part in the next step."""
@@ -194,14 +225,15 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, plan: SchedulerOutput) -> int:
         """Return how many tokens of a prefill fit into the rest of the step; 0: none."""
-        pending, budget = sequence.num_pending, plan.budget
+        begin, budget = plan.begin_of(sequence), plan.budget
+        pending = len(sequence.tokens) - begin
         # Without chunking a prompt waits for a step that takes it whole; a preempted one may be longer.
         if not self._limits.enable_chunked_prefill and budget < pending <= self._limits.max_num_tokens:
             return 0
         if sequence.wants_prompt_logprobs:  # all its logits are kept: chunks bound their memory
             budget = min(budget, self._limits.max_logprob_rows)
         count = min(budget, pending)
-        return count if self._gap is None else self._gap.most_tokens(plan, sequence.computed, count)
+        return count if self._gap is None else self._gap.most_tokens(plan, begin, count)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow, preempting lower ranks if need be. False: it was preempted itself, or must wait."""
@@ -306,8 +338,11 @@ class Scheduler:
         if sequence.wants_prompt_logprobs or missing >= len(hashes):
             return False
         return any(
-            hashes[missing] in other.table.hashes[other.computed // size : (other.computed + count) // size]
-            for other, count in [*plan.chunks, *(plan.under_way or ())]
+            hashes[missing] in other.table.hashes[begin // size : (begin + count) // size]
+            for begin, other, count in [
+                *((plan.begin_of(other), other, count) for other, count in plan.chunks),
+                *((other.computed, other, count) for other, count in plan.under_way or ()),
+            ]
         )
 
     def _place(self, sequence: Sequence, count: int, plan: SchedulerOutput) -> None:

@@ -49,7 +49,7 @@ class StepWork(NamedTuple):
     def of(cls, plan: SchedulerOutput) -> StepWork:
         work = cls(len(plan.decodes), 0, sum(map(_lengths, plan.decodes)))
         for sequence, count in plan.chunks:
-            work = work.with_chunk(sequence.computed, count)
+            work = work.with_chunk(plan.begin_of(sequence), count)
         return work
 
     def with_chunk(self, before: int, count: int) -> StepWork:

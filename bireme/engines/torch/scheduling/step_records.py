@@ -36,7 +36,7 @@ class StepRecorder:
             lengths.num,
             sum(count for _, count in prompts),
             lengths.variance,
-            sum(one.computed for one, _ in prompts),
+            sum(plan.begin_of(one) for one, _ in prompts),
             kept.num,
             kept.total,
             kept.variance,
