@@ -68,9 +68,9 @@ class Row:
     """One sequence: its parameters in the sampler's form, and history where needed."""
 
     __slots__ = (
-        *("_banned_always", "_banned_sequences", "_is_always_edited", "_min_tokens", "_stop_ids", "bias_ids"),
-        *("bias_values", "counts", "frequency", "guidance", "history", "is_edited", "is_plain", "is_simple", "mark"),
-        *("min_p", "num_output"),
+        *("_banned_always", "_banned_sequences", "_min_tokens", "_stop_ids", "bias_ids", "bias_values"),
+        *("counts", "frequency", "guidance", "history", "is_always_edited", "is_edited", "is_plain", "is_simple"),
+        *("mark", "min_p", "num_output"),
         *("num_top", "presence", "processors", "repetition", "seed", "temperature", "top_k", "top_p"),
     )
 
@@ -95,11 +95,12 @@ class Row:
         self._take_bans(params, eos_ids)
         wants_history = self._banned_sequences or self.processors
         self.history: list[int] | None = list(prompt_ids) if wants_history else None
-        self._is_always_edited = bool(self.counts or len(self.bias_ids) or len(self._banned_always) or wants_history)
+        self.is_always_edited = bool(self.counts or len(self.bias_ids) or len(self._banned_always) or wants_history)
         self.guidance: Guidance | None = None
         for token in output_ids:
             self.append(token)
         self.guidance = guidance
+        self.is_always_edited |= guidance is not None and guidance.is_whole
         self._set_kind()
 
     def _take_filters(self, params: SamplingParams, vocab_size: int) -> None:
@@ -113,7 +114,7 @@ class Row:
 
     def _set_kind(self) -> None:
         is_guided = self.guidance is not None and not self.guidance.is_free
-        self.is_edited = self._is_always_edited or is_guided or self.num_output < self._min_tokens
+        self.is_edited = self.is_always_edited or is_guided or self.num_output < self._min_tokens
         self.is_plain = not (self.temperature or self.is_edited)
         # Its next token depends on logits, temperature, top-k, top-p, min-p, seed and position alone.
         self.is_simple = not (self.is_edited or self.num_top is not None)

@@ -34,6 +34,8 @@ class Guidance:
         *("_stop_mask", "_table", "_tail", "is_free", "must_stop"),
     )
 
+    is_whole = True  # some token is denied from the first to the last
+
     def __init__(
         self,
         compiled: Any,

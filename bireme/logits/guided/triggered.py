@@ -32,6 +32,8 @@ class _Hold(enum.Enum):
 class TriggeredGuidance(Guidance):
     __slots__ = ("_begin", "_hold", "_seen", "_thought_end", "_trigger")
 
+    is_whole = False
+
     def __init__(
         self,
         compiled: Any,

@@ -5,7 +5,7 @@ asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +26,14 @@ class Flight:
     tokens: list[int]
     owner: HostResident
     batch: list[Request]
-    row_of: Callable[[Request], Row]
     ahead: int
 
-    def choose_again(self, edited: torch.Tensor, drawn: Any) -> None:
-        for logits_V, at in zip(edited, drawn[:, 2].tolist(), strict=True):
+    def choose_again(self, edited: torch.Tensor, late: Sequence[tuple[int, int, Row]]) -> None:
+        for logits_V, (slot, at, row) in zip(edited, late, strict=True):
             one = self.batch[at]
-            assert not self.tokens[at] < 0 and (one.slot, len(one.tokens) - 1) == tuple(drawn[drawn[:, 2] == at][0, :2])
+            assert (one.slot, one.num_output) == (slot, row.num_output)
             is_usable = float(logits_V.max()) > -math.inf
-            self.tokens[at] = _drawn(logits_V, self.row_of(one), 0) if is_usable else NOTHING_LEFT
+            self.tokens[at] = _drawn(logits_V, row, 0) if is_usable else NOTHING_LEFT
             self.owner.last[one.key] = max(0, self.tokens[at])
         self.owner.num_chosen_again += self.ahead
 
@@ -96,7 +95,7 @@ class HostResident:
         num_ahead = len(plan.decodes) if ahead else 0
         tokens = [_drawn(logits[at], row_of(one), ahead=at < num_ahead) for at, one in enumerate(batch)]
         self.last = dict(zip((sequence.key for sequence in batch), tokens, strict=True))
-        self._flight = Flight(logits, tokens, self, batch, row_of, ahead)
+        self._flight = Flight(logits, tokens, self, batch, ahead)
         return self._flight
 
     def make_next_graph(self) -> bool:

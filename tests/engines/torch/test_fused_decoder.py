@@ -139,6 +139,27 @@ def test_a_later_life_compares_it_with_what_the_modules_computed_in_the_first(tm
         assert engine.core._parts.forward.resident is not None and engine.run([request(PROMPTS[2], 3)]) == expected
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_choices_that_need_the_host_wait_for_nothing(tmp_path, monkeypatch):
+    path = tiny_models.save(tmp_path, "mistral", **SMALL)
+    with Harness(path, **ENGINE) as engine:
+        asked = [ASKED[3][0], request(PROMPTS[1], 8, min_tokens=6, presence_penalty=0.5, temperature=0.9, seed=4)]
+        expected = [engine.run([one])[0] for one in asked]  # allocators and kernels have met all of it
+        late = engine.core._late
+        choose, num_steps = late.choose, []
+
+        def watched(flight, batch):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return choose(flight, batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                num_steps.append(len(batch))
+
+        monkeypatch.setattr(late, "choose", watched)
+        assert engine.run(asked) == expected and len(num_steps) > 6
+
+
 class ComputedAgain:
     """In the place of a CUDA graph."""
 

@@ -247,7 +247,7 @@ def test_tokens_chosen_again_are_the_sampler_s_and_other_rows_keep_theirs(randn)
     flight = Flight.depart(state, heard)
     edited[1:] = float("-inf")
     chosen_from = edited[0].cpu().numpy().copy()
-    flight.choose_again(edited, np.array([(2, 11, 2), (0, 9, 0), (3, 12, 3)], dtype=np.int32))
+    flight.choose_again(edited, [(2, 2, rows[2]), (0, 0, rows[0]), (3, 3, rows[3])])
     flight.send()
     expected = draw_row(chosen_from, rows[2], draw_key(rows[2].seed, 2))
     assert flight.read() == [NOTHING_LEFT, 8, expected, draw.UNUSABLE]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.forward.decode_state import DecodeState, Ints
-from bireme.engines.torch.kernels.draw import UNUSABLE, draw
+from bireme.engines.torch.forward.decode_state import DecodeState
+from bireme.engines.torch.kernels.draw import UNUSABLE, start_draw
+from bireme.logits.rows import Row
 from bireme.logits.sampler import NOTHING_LEFT
 from bireme.logits.sending import send
 
@@ -36,19 +39,18 @@ class Flight:
             self.done = torch.cuda.Event()
             self.done.record()
 
-    def choose_again(self, edited: Tensor, drawn: Ints) -> None:
-        """Choose the tokens of H rows from these logits (H, vocabulary). drawn (H, 3): slot, position, row.
+    def choose_again(self, edited: Tensor, late: Sequence[tuple[int, int, Row]]) -> None:
+        """Choose the tokens of H rows from these logits (H, vocabulary); NOTHING_LEFT where only these are not finite.
 
-        NOTHING_LEFT for a row whose own logits were finite.
+        `late`: slot, number in the step and row of each.
         """
         state = self.state
-        told = send(drawn, state.tokens.device)
-        rows = told[:, 2].long()
-        before = state.tokens.index_select(0, rows)
-        chosen = torch.empty_like(before)
-        draw(edited, told, state.requests, state.last, chosen, edited.shape[1])
+        told = send(np.array([(slot, at) for slot, at, _ in late]), edited.device)
+        before = state.tokens.index_select(0, told[:, 1])
+        chosen = start_draw(edited, [row for _, _, row in late])
         is_own = (chosen == UNUSABLE) & (before != UNUSABLE)
-        state.tokens.index_copy_(0, rows, chosen.masked_fill(is_own, NOTHING_LEFT))
+        state.tokens.index_copy_(0, told[:, 1], chosen.masked_fill(is_own, NOTHING_LEFT))
+        state.last.index_copy_(0, told[:, 0], chosen)
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """Return the tokens of these rows on the device, int64; 0 for one that has none."""

@@ -20,7 +20,7 @@ from bireme.engines.torch.forward.decode_state import DecodeState, Ints
 from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
 from bireme.engines.torch.forward.graphs import Pool, SizedGraphs, make_graph
-from bireme.engines.torch.kernels.draw import draw, request_columns
+from bireme.engines.torch.kernels.draw import draw, step_columns
 from bireme.engines.torch.kernels.step_begin import BLOCKS, TAKE_LAST, TOKEN
 from bireme.logits.rows import Row
 from bireme.logits.sending import send
@@ -56,7 +56,7 @@ class ResidentTables:
         state = self._state
         device = state.told.device
         slots = send(np.array([sequence.slot for sequence in new]), device)
-        params = np.stack([request_columns(row_of(sequence), sequence.num_prompt) for sequence in new])
+        params = np.stack([step_columns(row_of(sequence), sequence.num_prompt) for sequence in new])
         state.requests.index_copy_(0, slots, send(params, device))
         for group, table in enumerate(state.tables):
             rows = np.zeros((len(new), max(len(sequence.table.blocks[group]) for sequence in new)), dtype=np.int32)

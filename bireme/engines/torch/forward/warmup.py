@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from bireme.engines.torch.forward.batch import BatchBuilder
@@ -89,8 +88,8 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         if resident.graph_error:
             raise RuntimeError(f"its first graph: {resident.graph_error}")
         found = flight.logits.clone()
-        drawn = np.array([(sequence.slot, count, 0)], dtype=np.int32)
-        flight.choose_again(found[:, : resident.vocab_size].clone(), drawn)  # no request is to wait for its kernel
+        again = [(sequence.slot, 0, row)]  # now, and not when a request would wait for its kernel
+        flight.choose_again(found[:, : resident.vocab_size].clone(), again)
         expected = on.findings.logits(f"decode step after {count}", lambda: modules.compute(step))
         _compare("decode step", expected, found, has_experts)
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.logits.rows import Row
+from bireme.logits.sending import send
 
 # Columns of a slot's row, int32; floats by their bits.
 NUM_PROMPT, TOP_K, SEED_LOW, SEED_HIGH, TEMPERATURE, TOP_P, MIN_P, NUM_COLUMNS = range(8)
@@ -215,17 +215,29 @@ def draw(logits: Tensor, steps: Tensor, requests: Tensor, last: Tensor, tokens: 
 
 def draw_rows(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """Return a token for each row of logits (R, V) that are not of a step."""
-    told = np.array([[at, row.num_output - 1] for at, row in enumerate(rows)], dtype=np.int32)
-    asked = np.stack([request_columns(row, 0) for row in rows])
-    both = torch.from_numpy(np.concatenate([told, asked], 1)).to(logits.device)
-    last, tokens = both.new_empty(2, len(rows))
-    draw(logits, both, both[:, 2:].contiguous(), last, tokens, logits.shape[1])
-    found: list[int] = tokens.tolist()
+    found: list[int] = start_draw(logits, rows).tolist()
     return found
 
 
+def start_draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return the tokens on the device, int32, without waiting for them."""
+    told = np.array([[at, row.num_output - 1] for at, row in enumerate(rows)], dtype=np.int32)
+    asked = np.stack([request_columns(row, 0) for row in rows])
+    both = send(np.concatenate([told, asked], 1), logits.device)
+    last, tokens = both.new_empty(2, len(rows))
+    draw(logits, both, both[:, 2:].contiguous(), last, tokens, logits.shape[1])
+    return tokens
+
+
+def step_columns(row: Row, num_prompt: int) -> npt.NDArray[np.int32]:
+    """Return a slot's row for the draws of steps: of one that is chosen again each time the cheapest."""
+    columns = request_columns(row, num_prompt)
+    columns[TEMPERATURE] *= not row.is_always_edited
+    return columns
+
+
 def request_columns(row: Row, num_prompt: int) -> npt.NDArray[np.int32]:
-    """Return a slot's row."""
+    """Return a row's parameters for the kernel."""
     seed = np.array([row.seed & 0xFFFFFFFF, row.seed >> 32], dtype=np.uint32).view(np.int32)
     floats = np.array([row.temperature, row.top_p, row.min_p], dtype=np.float32).view(np.int32)
     return np.array([num_prompt, row.top_k, *seed, *floats], dtype=np.int32)

@@ -48,15 +48,16 @@ class LateChoices:
         The tokens before its own have been accepted. This waits for nothing, but for the step where a row has
         processors of its own: the step's time is not theirs.
         """
-        choice, rows = LateChoice(), dict(_running(batch))
-        late = {at: row for at, one in rows.items() if not (row := self._sampler.row(one.key)).is_simple}
+        choice = LateChoice()
+        late = {at: one for at, one in _running(batch) if not self._sampler.row(one.key).is_simple}
         if not late:
             return choice
-        if self.needs_host(list(rows.values())):
+        if self.needs_host(list(late.values())):
             flight.read()
-        if edited := [at for at, row in late.items() if row.is_edited]:
-            self._edit(flight, {at: rows[at] for at in edited}, choice)
-        choice.num_top = {at: row.num_top for at, row in late.items() if row.num_top is not None}
+        rows = {at: self._sampler.row(one.key) for at, one in late.items()}
+        if edited := {at: late[at] for at, row in rows.items() if row.is_edited}:
+            self._edit(flight, edited, choice)
+        choice.num_top = {at: row.num_top for at, row in rows.items() if row.num_top is not None}
         if choice.num_top:
             places = send(np.array(list(choice.num_top)), flight.logits.device)
             logits = flight.logits[:, : self._sampler.vocab_size].index_select(0, places)
@@ -69,8 +70,7 @@ class LateChoices:
         edited = flight.logits[:, : self._sampler.vocab_size].index_select(0, places).float()
         errors, numbers = self._sampler.edit(edited, [one.key for one in rows.values()]), list(rows)
         choice.errors = {numbers[index]: error for index, error in errors.items()}
-        drawn = [(one.slot, len(one.tokens) - 1, at) for at, one in rows.items()]
-        flight.choose_again(edited, np.array(drawn, dtype=np.int32))
+        flight.choose_again(edited, [(one.slot, at, self._sampler.row(one.key)) for at, one in rows.items()])
 
     def accept(self, flight: Flight, batch: list[Sequence], choice: LateChoice) -> Sampled:
         """Wait for the tokens and have the sampler take them."""
