@@ -57,9 +57,12 @@ class TorchEngine(EncodeSide):
             from bireme.engines.torch.images.encode_jobs import EncodeJobs
 
             self._jobs = EncodeJobs(self._context, self._loaded.encoder, emit)
-        self._ran_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, args=(self._loaded.core,), name="engine", daemon=True)
+        has_begun = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._loaded.core, has_begun), name="engine", daemon=True
+        )
         self._thread.start()
+        has_begun.wait()
         return self._loaded.capacity
 
     def submit(self, key: RequestKey, admitted: AdmittedRequest) -> None:
@@ -133,11 +136,16 @@ class TorchEngine(EncodeSide):
         is_draining = self._is_draining or self._is_stopping
         check_open(self._context.worker, is_draining, waiting, limits.max_queue_size, num_places)
 
-    def _run(self, core: EngineCore) -> None:
+    def _run(self, core: EngineCore, has_begun: threading.Event) -> None:
         import torch
 
         torch.set_num_threads(self._context.num_threads)
         try:
+            try:
+                core.begin()
+            finally:
+                self._ran_at = time.monotonic()
+                has_begun.set()
             while not self._is_stopping:
                 self._turn(core)
         except BrokenEngineError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from unittest.mock import Mock
 
 import msgspec
@@ -13,13 +14,14 @@ pytest.importorskip("triton.language", reason="triton is not installed: it comes
 from bireme.config import CudaGraphConfig
 from bireme.engines.torch import engine as torch_engine
 from bireme.engines.torch import kernels
-from bireme.engines.torch.forward import decoder_weights, graphs
+from bireme.engines.torch.forward import decoder_weights, graphs, sized_graphs
 from bireme.engines.torch.forward import forward as forward_module
 from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes
 from bireme.engines.torch.forward.forward import Forward
-from bireme.engines.torch.forward.graphs import SizedGraphs, capture
+from bireme.engines.torch.forward.graphs import capture
 from bireme.engines.torch.forward.mixed_steps import _SIZES
 from bireme.engines.torch.forward.modules import Modules
+from bireme.engines.torch.forward.sized_graphs import SizedGraphs
 from bireme.serving_options import ServingOptions
 from tests.engines.engine_fixtures import wait_for
 from tests.engines.torch import tiny_models
@@ -163,21 +165,35 @@ def test_choices_that_need_the_host_wait_for_nothing(tmp_path, monkeypatch):
 class ComputedAgain:
     """In the place of a CUDA graph."""
 
-    def __init__(self, resident, size, sizes):
+    def __init__(self, compute):
+        self.replay, self.pool = compute, lambda: (0, 0)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Return what graphs of sizes were warmed by, and how often each was replayed."""
+    layers, replays = [], Counter()
+
+    def record(compute, pool, warm):
+        (size,) = compute.args
+        layers.append((size, warm.keywords.get("num_layers")))
+
         def replay():
-            sizes.append(size)
-            resident._compute(size)
+            replays[size] += 1
+            return compute()
 
-        self.replay = replay
+        return ComputedAgain(replay), warm()
 
-    def pool(self):
-        return (0, 0)
+    monkeypatch.setattr(graphs, "record", record)
+    return layers, replays
 
 
 @pytest.fixture
 def engine_without_graphs(tmp_path, monkeypatch):
+    """It makes none by itself: Triton's interpreter is of one thread at a time."""
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
-    with Harness(tiny_models.save(tmp_path, "mistral", **SMALL), **ENGINE) as engine:
+    monkeypatch.setattr(torch_engine, "_QUIET_S", 3600.0)
+    with Harness(tiny_models.save(tmp_path, "mistral", **(SMALL | {"num_hidden_layers": 2})), **ENGINE) as engine:
         yield engine
 
 
@@ -186,89 +202,114 @@ no_gpu = pytest.mark.skipif(
 )
 
 
+def sized(steps, sizes):
+    """Give them graphs to make."""
+    steps.graphs = SizedGraphs(steps, sizes, steps.decoder.num_kinds, "decode_graph_made size", "graph_off size")
+    return steps.graphs
+
+
 @no_gpu
-def test_a_larger_graph_stands_in_for_one_that_is_made_while_nothing_runs(engine_without_graphs, monkeypatch, caplog):
-    engine, replayed = engine_without_graphs, []
-    resident = engine.core._parts.forward.resident
+def test_a_larger_graph_stands_in_for_one_that_is_made_while_nothing_runs(
+    engine_without_graphs, recorded, monkeypatch, caplog
+):
+    engine, (layers, replays) = engine_without_graphs, recorded
     expected = engine.run([request(PROMPTS[2], 3)])
-    monkeypatch.setattr(resident, "_make", lambda size, pool: ComputedAgain(resident, size, replayed))
-    monkeypatch.setattr(torch_engine, "_QUIET_S", 3600.0)
     with caplog.at_level("INFO"):
-        resident.graphs = SizedGraphs([1, 2], resident._make_graph)
-        resident.graphs.make(2)
+        made = sized(engine.core._parts.forward.resident, [1, 2])
+        made.make(2)
+        replays.clear()
         assert engine.run([request(PROMPTS[2], 3)]) == expected
-        assert set(replayed) == {2} and resident.graphs.to_make == [1]
+        assert replays == {2: 2} and made.to_make == [1]
         monkeypatch.setattr(torch_engine, "_QUIET_S", 0.0)
         engine.engine._post(lambda: None)  # it sleeps
-        wait_for(lambda: not resident.graphs.to_make, 30)
-        replayed.clear()
-        assert engine.run([request(PROMPTS[2], 3)]) == expected and set(replayed) == {1}
-    made = [record.args[0] for record in caplog.records if record.msg.startswith("decode_graph_made")]
-    assert made == [2, 1]
+        wait_for(lambda: not made.to_make, 30)
+        engine.settle()
+        replays.clear()
+        assert engine.run([request(PROMPTS[2], 3)]) == expected and replays == {1: 2}
+    lines = [record.getMessage() for record in caplog.records if "graph" in record.getMessage()]
+    assert [line.partition(" s=")[0] for line in lines] == ["decode_graph_made size=2", "decode_graph_made size=1"]
+    assert layers == [(2, None), (1, 1)]  # the first is compared whole; then one layer has all the kernels
 
 
 @no_gpu
-def test_one_that_nothing_stands_in_for_is_made_when_many_steps_have_lacked_it(engine_without_graphs, monkeypatch):
-    engine, replayed = engine_without_graphs, []
-    resident = engine.core._parts.forward.resident
-    monkeypatch.setattr(graphs, "MOST_MISSES", 4)
-    monkeypatch.setattr(torch_engine, "_QUIET_S", 3600.0)
-    monkeypatch.setattr(resident, "_make", lambda size, pool: ComputedAgain(resident, size, replayed))
-    resident.graphs = SizedGraphs([1], resident._make_graph)
+def test_one_that_nothing_stands_in_for_is_made_when_many_steps_have_lacked_it(
+    engine_without_graphs, recorded, monkeypatch
+):
+    engine, (_, replays) = engine_without_graphs, recorded
+    monkeypatch.setattr(sized_graphs, "MOST_MISSES", 4)
+    made = sized(engine.core._parts.forward.resident, [1])
     engine.run([request(PROMPTS[2], 4)])  # three steps of one row
-    assert resident.graphs.to_make == [1] and replayed == []
+    assert made.to_make == [1] and replays == {}
     engine.run([request(PROMPTS[2], 4)])
-    assert resident.graphs.to_make == [] and replayed == [1, 1, 1]
+    assert made.to_make == [] and replays == {1: 1 + 3}
+
+
+def refuse():
+    raise RuntimeError("no room\nmore")
 
 
 @no_gpu
-def test_steps_go_on_without_graphs_that_cannot_be_made(engine_without_graphs, monkeypatch, caplog):
-    def refuse(size, pool):
-        raise RuntimeError("no room")
+@pytest.mark.parametrize(
+    ("replay_of", "reason"),
+    [
+        (lambda compute: refuse(), "no room"),
+        (lambda compute: lambda: compute().neg_(), "the graph is 2 off"),
+        (lambda compute: lambda: None, "the graph is nan off"),
+    ],
+    ids=["raises", "another result", "does nothing"],
+)
+def test_steps_go_on_without_graphs_that_cannot_be_made_or_compute_something_else(
+    engine_without_graphs, recorded, monkeypatch, caplog, replay_of, reason
+):
+    engine, record = engine_without_graphs, graphs.record
 
-    engine = engine_without_graphs
-    resident = engine.core._parts.forward.resident
+    def spoil(compute, pool, warm):
+        graph, result = record(compute, pool, warm)
+        return (ComputedAgain(replay_of(compute)) if compute.args == (1,) else graph), result
+
     expected = engine.run([request(PROMPTS[2], 3)])
-    monkeypatch.setattr(resident, "_make", refuse)
-    resident.graphs = SizedGraphs([1, 2], resident._make_graph)
-    engine.core._parts.forward.make_first_graphs(60.0)
-    assert resident.graphs.to_make == [] and engine.run([request(PROMPTS[2], 3)]) == expected
-    assert [record.args[0] for record in caplog.records if record.msg.startswith("graph_off")] == [2, 1]
+    monkeypatch.setattr(graphs, "record", spoil)
+    forward = engine.core._parts.forward
+    made = sized(forward.resident, [1, 2])
+    forward.make_first_graphs(60.0)
+    assert sorted(made.made) == [2] and engine.run([request(PROMPTS[2], 3)]) == expected
+    assert [line.getMessage() for line in caplog.records] == [f"graph_off size=1 reason={reason}"]
 
 
-class Clocked:
-    """Something that makes graphs, each in 40 ms of a clock that is no clock."""
+class Clocked(SizedGraphs):
+    """Each takes 40 ms of a clock that is no clock."""
 
     def __init__(self, name, now, made, sizes):
-        self.graphs = SizedGraphs(sizes, lambda size, pool: None)
-        self._name, self._now, self._made = name, now, made
+        super().__init__(None, sizes, 1, "", "")
+        self._name, self._now, self._list = name, now, made
 
-    def make_next_graph(self, only_first=False):
-        if not self.graphs.make_next(only_first):
-            return False
+    def _make(self, size):
         self._now[0] += 0.04
-        self._made.append(self._name)
-        return True
+        self._list.append(self._name)
 
 
-@pytest.mark.parametrize(
-    ("most_s", "made"), [(0.3, ["mixed", "resident"] * 3 + ["mixed"]), (0.05, ["mixed"]), (9.0, None)]
-)
+@pytest.mark.parametrize(("most_s", "made"), [(0.3, ["mixed", "resident"] * 3 + ["mixed"]), (0.05, ["mixed"])])
 def test_before_it_is_ready_there_is_time_for_some_graphs_of_each_kind(monkeypatch, most_s, made):
+    forward, found, now = clocked(monkeypatch)
+    forward.make_first_graphs(most_s)
+    assert found == made and now[0] - 5.0 <= most_s
+
+
+def test_before_it_is_ready_those_are_made_that_the_first_requests_need(monkeypatch):
+    forward, found, _ = clocked(monkeypatch)
+    forward.make_first_graphs(9.0)
+    assert found == ["mixed", "resident"] * 5 + ["resident"] * 4
+    assert forward.mixed.graphs.to_make == [640, 448, 384, 320, 192]
+    assert forward.resident.graphs.to_make == [224, 192, 160, 112, 96, 80, 48, 24]
+
+
+def clocked(monkeypatch):
     now, found = [5.0], []
     monkeypatch.setattr(forward_module, "time", Mock(monotonic=lambda: now[0]))
     forward = Forward(Modules(None, Mock(device=torch.device("cpu"))), None)
-    forward.mixed, forward.resident = (
-        Clocked("mixed", now, found, list(_SIZES)),
-        Clocked("resident", now, found, bucket_sizes(256)),
-    )
-    forward.make_first_graphs(most_s)
-    assert now[0] - 5.0 <= most_s
-    if made is None:  # all that the first requests need, and no others
-        made = ["mixed", "resident"] * 5 + ["resident"] * 4
-        assert forward.mixed.graphs.to_make == [640, 448, 384, 320, 192]
-        assert forward.resident.graphs.to_make == [224, 192, 160, 112, 96, 80, 48, 24]
-    assert found == made
+    forward.mixed = Mock(graphs=Clocked("mixed", now, found, list(_SIZES)))
+    forward.resident = Mock(graphs=Clocked("resident", now, found, bucket_sizes(256)))
+    return forward, found, now
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

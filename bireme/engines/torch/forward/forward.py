@@ -122,6 +122,13 @@ class Forward:
         """Have a decoder of ours compute the steps, in place of the model's modules."""
         self._path, self.decoder, self.builder = path, decoder, builder
 
+    def begin(self) -> None:
+        """Make what CUDA's libraries have a thread make at its first product, of the thread that computes steps."""
+        device, dtype = self.modules.device, self.modules.dtype
+        if device.type == "cuda":
+            small = torch.zeros(8, 8, dtype=dtype, device=device)
+            torch.addmm(small, small, small)
+
     def resident_for(self, plan: SchedulerOutput) -> tuple[StepPath, Resident] | None:
         """Return what starts this step and chooses its tokens on the GPU; None: `run` it."""
         resident, mixed = self.resident, self.mixed
@@ -145,15 +152,18 @@ class Forward:
     def make_first_graphs(self, most_s: float) -> None:
         """Make the graphs that the first requests need, as many as so many seconds are enough for."""
         began, longest, count = time.monotonic(), 0.0, 0
-        makers = [maker for maker in (self.mixed, self.resident) if maker is not None]
-        while makers and (before := time.monotonic()) - began + longest <= most_s:
-            maker = makers.pop(0)  # in turns: a request needs one of each
-            if maker.make_next_graph(only_first=True):
-                makers.append(maker)
+        sized = [steps.graphs for steps in (self.mixed, self.resident) if steps is not None]
+        waiting = list(sized)
+        while waiting and (before := time.monotonic()) - began + longest <= most_s:
+            graphs = waiting.pop(0)  # in turns: a request needs one of each
+            if graphs.make_first():
+                waiting.append(graphs)
                 count += 1
                 longest = max(longest, time.monotonic() - before)
-        left = sum(len(maker.graphs.to_make) for maker in (self.mixed, self.resident) if maker is not None)
+        for graphs in sized:
+            graphs.judge()
         if count:
+            left = sum(len(graphs.to_make) for graphs in sized)
             logger.info("first_graphs_made count=%d left=%d s=%.3f", count, left, time.monotonic() - began)
 
     def make_next_graph(self) -> bool:

@@ -4,6 +4,8 @@ five kernels; norms of what attention and MLP add, and mixtures, take more.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,8 @@ class FusedDecoder:
         self.weights = weights
         self._store, self._flash = store, flash
         self._windows = [store.windows[group] for group in store.group_of]
+        kinds = [_kind(layer, window) for layer, window in zip(weights.layers, self._windows, strict=True)]
+        self.num_kinds = 1 + max(kinds.index(kind) for kind in kinds)  # layers in which are all kinds, the first ones
         self._scale = float(torch.tensor(weights.embed_scale).to(store.dtype))  # as transformers rounds it
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -70,12 +74,15 @@ class FusedDecoder:
         return cap(logits, weights.softcap) if weights.softcap else logits
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def decode(self, state: DecodeState, rows: int) -> Tensor:
-        """A step of one token for each of the first rows of `state`: returns their logits, which are the state's."""
+    def decode(self, state: DecodeState, rows: int, num_layers: int | None = None) -> Tensor:
+        """A step of one token for each of the first rows of `state`: returns their logits, which are the state's.
+
+        `num_layers`: the first ones alone, for what their kernels need; None: all.
+        """
         weights, store, is_one = self.weights, self._store, rows == 1
         (steps, parts), logits, eps = state.views(state.told, rows), state.logits[:rows], weights.eps
         x = begin_step(steps, state.tables, state.last, weights.embeddings, self._scale)
-        for index, layer in enumerate(weights.layers):
+        for index, layer in enumerate(weights.layers[:num_layers]):
             if is_one:
                 qkv = one_row_linear(x, layer.qkv, layer.qkv_bias, layer.attention_norm, eps)
             else:
@@ -104,8 +111,19 @@ class FusedDecoder:
         return cap(logits, weights.softcap) if weights.softcap else logits
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def mixed(self, state: DecodeState, steps: Tensor, parts: Tensor, tiles: Tensor, wanted: Tensor) -> Tensor:
-        """A step of one token a row, as mixed_steps.py tells it: returns the logits of rows `wanted` (W,)."""
+    def mixed(
+        self,
+        state: DecodeState,
+        steps: Tensor,
+        parts: Tensor,
+        tiles: Tensor,
+        wanted: Tensor,
+        num_layers: int | None = None,
+    ) -> Tensor:
+        """A step of one token a row, as mixed_steps.py tells it: returns the logits of rows `wanted` (W,).
+
+        `num_layers`: as for `decode`.
+        """
         weights, store, eps, size = self.weights, self._store, self.weights.eps, self._store.tokens_per_block
         heads = weights.num_heads
         x = begin_step(steps, state.tables, state.last, weights.embeddings, self._scale)
@@ -115,7 +133,7 @@ class FusedDecoder:
         attended = torch.zeros(
             len(x), heads * weights.layers[0].rotary.cos_sin.shape[1], dtype=x.dtype, device=x.device
         )
-        for index, layer in enumerate(weights.layers):
+        for index, layer in enumerate(weights.layers[:num_layers]):
             group, keys, values = store.group_of[index], store.keys[index], store.values[index]
             qkv = F.linear(rms_norm(x, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
             rotary, table, window = layer.rotary, state.tables[group], self._windows[index]
@@ -143,6 +161,13 @@ class FusedDecoder:
         else:
             inner = gate(F.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up), is_gelu)
             _add_product(x, inner, layer.down, layer.mlp_post_norm, eps)
+
+
+def _kind(layer: DecoderLayer, window: int) -> tuple[Any, ...]:
+    """Return what its kernels are chosen by."""
+    parts = (layer.qkv, layer.qkv_bias, layer.output, layer.gate_up, layer.down, layer.attention_post_norm)
+    shapes = tuple(None if part is None else (part.shape, part.dtype) for part in (*parts, layer.mlp_post_norm))
+    return window, layer.softcap, layer.rotary.q_norm is None, layer.router is None, shapes
 
 
 def _logits(x: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:

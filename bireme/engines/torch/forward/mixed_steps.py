@@ -9,7 +9,6 @@ kernel.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch import Tensor
 from bireme.engines.torch.forward.decode_state import DecodeState, Ints
 from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
-from bireme.engines.torch.forward.graphs import Pool, SizedGraphs, make_graph
 from bireme.engines.torch.forward.resident_decode import ResidentTables, RowOf
+from bireme.engines.torch.forward.sized_graphs import SizedGraphs
 from bireme.engines.torch.kernels.chunk_attention import TILE_COLUMNS, cut_into_tiles, tile_tokens
 from bireme.engines.torch.kernels.decode_attention import PART_COLUMNS, num_parts
 from bireme.engines.torch.kernels.draw import draw
@@ -68,7 +67,9 @@ class MixedSteps:
             for count in (length, self._most_rows)
         )
         self._tables = ResidentTables(state)
-        self.graphs = SizedGraphs(self._sizes if has_graphs else [], self._make_graph)
+        self.graphs = SizedGraphs(
+            self, self._sizes if has_graphs else [], decoder.num_kinds, "mixed_graph_made rows", "mixed_graph_off rows"
+        )
 
     def takes(self, plan: SchedulerOutput) -> bool:
         return (
@@ -91,12 +92,12 @@ class MixedSteps:
             if (graph := self.graphs.made.get(size)) is not None:
                 graph.replay()
             else:
-                self._compute(size)
+                self.compute(size)
             return Flight.depart(self._state, self._heard[self._turn][: len(plan.sampled)])
 
-    def make_next_graph(self, only_first: bool = False) -> bool:
+    def make_next_graph(self) -> bool:
         """Make one that is still to be made; False: there is none."""
-        return self.graphs.make_next(only_first)
+        return self.graphs.make_next()
 
     def _size_for(self, rows: int) -> int:
         """Return the size of the smallest graph that holds them and is not far larger, or `rows`."""
@@ -156,27 +157,19 @@ class MixedSteps:
         told.drawn[: len(drawn)] = drawn or told.drawn[:0]
         self._tables.tell(told.steps, firsts, row_of)
 
-    def _compute(self, size: int) -> Tensor:
+    def compute(self, size: int, num_layers: int | None = None) -> Tensor:
+        """A step as it is told; of the first layers alone for what their kernels need."""
         state, told = self._state, self._views(self._told, size)
-        logits = self._decoder.mixed(state, told.steps, told.parts, told.tiles, told.drawn[:, 2])
+        logits = self._decoder.mixed(state, told.steps, told.parts, told.tiles, told.drawn[:, 2], num_layers)
         tokens = state.tokens[: len(told.drawn)]
         draw(logits, told.drawn, state.requests, state.last, tokens, self._vocab_size)
         return logits
 
-    def _make_graph(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph | None:
-        """Return that of a number of rows; where that fails its steps go without."""
-        began = time.monotonic()
+    def tell_nothing(self, size: int) -> None:
+        """Have the next computation be one of rows that nobody has."""
         nothing = torch.zeros(self._length(size), dtype=torch.int32)
         self._tell(self._views(nothing.numpy(), size), SchedulerOutput(), _no_row, 0)
         self._told[: len(nothing)].copy_(nothing)
-        try:
-            with torch.inference_mode():
-                graph = make_graph(lambda: self._compute(size), pool)
-        except Exception as error:
-            logger.warning("mixed_graph_off rows=%d reason=%s", size, str(error).partition("\n")[0])
-            return None
-        logger.info("mixed_graph_made rows=%d s=%.3f", size, time.monotonic() - began)
-        return graph
 
 
 def _no_row(sequence: Sequence) -> Row:

@@ -84,7 +84,7 @@ class Modules:
         self, model: Any, store: KvStore, uses_kernels: bool = False, flash: FlashAttention | None = None
     ) -> None:
         """`uses_kernels`: batches are built for KernelStep, which takes `flash` for prompts."""
-        self.device, self.uses_kernels = store.device, uses_kernels
+        self.device, self.dtype, self.uses_kernels = store.device, store.dtype, uses_kernels
         self._model, self._store = model, store
         self._make_step: Any = PagedStep
         if uses_kernels:

@@ -8,7 +8,6 @@ graph for each bucket of batch sizes holds it all.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,7 +18,7 @@ from bireme.engines.torch import step
 from bireme.engines.torch.forward.decode_state import DecodeState, Ints
 from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
-from bireme.engines.torch.forward.graphs import Pool, SizedGraphs, make_graph
+from bireme.engines.torch.forward.sized_graphs import SizedGraphs
 from bireme.engines.torch.kernels.draw import draw, step_columns
 from bireme.engines.torch.kernels.step_begin import BLOCKS, TAKE_LAST, TOKEN
 from bireme.logits.rows import Row
@@ -91,8 +90,7 @@ class ResidentDecode:
             [torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(2)] for shape in shapes
         )
         self._is_padded = is_padded
-        self.graphs = SizedGraphs(sorted(graphs), self._make_graph)
-        self.graph_error = ""  # why the last of those could not be made
+        self.graphs = SizedGraphs(self, sorted(graphs), decoder.num_kinds, "decode_graph_made size", "graph_off size")
 
     def start(self, plan: step.SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step of decodes alone. `ahead`: tokens of each that have been started and not been read."""
@@ -108,12 +106,12 @@ class ResidentDecode:
             if (graph := self.graphs.made.get(size)) is not None:
                 graph.replay()
             else:
-                self._compute(size)
+                self.compute(size)
             return Flight.depart(state, self._heard[self._turn][:count])
 
-    def make_next_graph(self, only_first: bool = False) -> bool:
-        """Make one of those that no step has needed yet; False: there is none."""
-        return self.graphs.make_next(only_first)
+    def make_next_graph(self) -> bool:
+        """Make one that is still to be made; False: there is none."""
+        return self.graphs.make_next()
 
     def _size_for(self, count: int) -> int:
         """Return the size of the step for so many rows; where their own graph is missing a larger one stands in."""
@@ -133,29 +131,17 @@ class ResidentDecode:
         steps[: len(batch), TOKEN] = TAKE_LAST if ahead else [sequence.tokens[-1] for sequence in batch]
         self._tables.tell(steps, list(enumerate(batch)), row_of)
 
-    def _compute(self, size: int) -> Tensor:
+    def compute(self, size: int, num_layers: int | None = None) -> Tensor:
+        """A step as it is told; of the first layers alone for what their kernels need."""
         state = self._state
         steps, _ = state.views(state.told, size)
-        logits = self.decoder.decode(state, size)
+        logits = self.decoder.decode(state, size, num_layers)
         draw(logits, steps, state.requests, state.last, state.tokens[:size], self.vocab_size)
         return logits
 
-    def _make_graph(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph | None:
-        """Return a batch size's; where that fails its steps go without."""
-        began = time.monotonic()
-        try:
-            with torch.inference_mode():
-                graph = self._make(size, pool)
-        except Exception as error:
-            self.graph_error = str(error).partition("\n")[0]
-            logger.warning("graph_off size=%d reason=%s", size, self.graph_error)
-            return None
-        logger.info("decode_graph_made size=%d s=%.3f", size, time.monotonic() - began)
-        return graph
-
-    def _make(self, size: int, pool: Pool | None) -> torch.cuda.CUDAGraph:
+    def tell_nothing(self, size: int) -> None:
+        """Have the next computation be one of rows that nobody has."""
         nothing, state = np.zeros(0, dtype=np.int32), self._state
         told = np.zeros(state.size_of(size), dtype=np.int32)
         state.fill(told, size, nothing, nothing)
         state.told[: len(told)].copy_(torch.from_numpy(told))
-        return make_graph(lambda: self._compute(size), pool)

@@ -85,8 +85,8 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         resident.graphs.make(1)
         flight = resident.start(SchedulerOutput(decodes=[sequence]), lambda _: row)
         flight.read()
-        if resident.graph_error:
-            raise RuntimeError(f"its first graph: {resident.graph_error}")
+        if resident.graphs.error:
+            raise RuntimeError(f"its first graph: {resident.graphs.error}")
         found = flight.logits.clone()
         again = [(sequence.slot, 0, row)]  # now, and not when a request would wait for its kernel
         flight.choose_again(found[:, : resident.vocab_size].clone(), again)

@@ -118,6 +118,10 @@ class EngineCore:
             return 0.0
         return self._pace.starts_next_at(started.work, started.began_at)
 
+    def begin(self) -> None:
+        """Called by the thread that is to make the steps, before it is ready."""
+        self._parts.forward.begin()
+
     def take_outputs(self) -> tuple[list[StepOutput], PlainTokens]:
         """Return what has happened since the last call, and forget it."""
         return self._delivery.take()

@@ -1,0 +1,130 @@
+"""CUDA graphs of steps by their rows, in one memory: which there are, which are still to be made, which stands in."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.forward import graphs
+
+logger = logging.getLogger("bireme.engines.torch")
+
+MOST_MISSES = 32  # steps that lacked a graph, until it is made beside running requests
+_MOST_ERROR = 0.02  # of the first's result against the same kernels launched singly, relative
+_MOST_ERROR_OF_SIZES = 0.5  # of another's, whose kernels round otherwise, against that; of what is wrong 1 and more
+
+
+class SizedStep(Protocol):
+    def tell_nothing(self, size: int) -> None:
+        """Have the next computation be one of rows that nobody has."""
+
+    def compute(self, size: int, num_layers: int | None = None) -> Tensor:
+        """Return the logits, in the same tensor each time. `num_layers`: of the first ones alone; None: of all."""
+
+
+class SizedGraphs:
+    """Used by the engine's thread."""
+
+    def __init__(self, step: SizedStep, sizes: Sequence[int], num_kinds: int, made: str, off: str) -> None:
+        """`num_kinds`: of the layers, the first in which are all kinds; `made` and `off` begin lines of the log."""
+        self.made: dict[int, torch.cuda.CUDAGraph] = {}
+        self.error = ""  # why the last one that can't be made could not
+        self._step, self._num_kinds, self._made_line, self._off_line = step, num_kinds, made, off
+        self._first, self._others = by_need(sizes)  # still to be made
+        self._misses: dict[int, int] = {}
+        self._usual: Tensor | None = None  # logits of a row that nobody has, float32
+        self._unjudged: dict[int, Tensor] = {}  # size -> how far it is off, which the GPU is finding out
+
+    @property
+    def to_make(self) -> list[int]:
+        return [*self._first, *self._others]
+
+    def make_first(self) -> bool:
+        """Make one of those that first requests need; False: there is none. `judge` has to follow."""
+        if not self._first:
+            return False
+        self.make(self._first[0])
+        return True
+
+    def make_next(self) -> bool:
+        """Make the next one of all, of an engine that is idle; False: there is none."""
+        if not (to_make := self.to_make):
+            return False
+        self.make(to_make[0])
+        self.judge()
+        return True
+
+    def make(self, size: int) -> None:
+        """Make this one if it is still to be made; where that fails its steps go without. `judge` has to follow."""
+        for sizes in (self._first, self._others):
+            if size in sizes:
+                sizes.remove(size)
+                self._make(size)
+
+    def judge(self) -> None:
+        """Let go of those that compute something else."""
+        for size, error in self._unjudged.items():
+            if not float(error) <= _MOST_ERROR_OF_SIZES:
+                del self.made[size]
+                self._failed(size, f"the graph is {float(error):.3g} off")
+        self._unjudged.clear()
+
+    def holding(self, rows: int, most: int) -> int:
+        """Return the smallest size that is made and holds so many rows, `most` or less; 0: there is none."""
+        return min((size for size in self.made if rows <= size <= most), default=0)
+
+    def missed(self, size: int) -> None:
+        """Note that a step has lacked this one: when many have it is made, and running requests wait for it."""
+        self._misses[size] = misses = self._misses.get(size, 0) + 1
+        if misses == MOST_MISSES:
+            self.make(size)
+            self.judge()
+
+    def _make(self, size: int) -> None:
+        began, other = time.monotonic(), next(iter(self.made.values()), None)
+        try:
+            with torch.inference_mode():
+                self._step.tell_nothing(size)
+                self.made[size] = self._record(size, None if other is None else other.pool())
+        except Exception as error:
+            self._failed(size, str(error).partition("\n")[0])
+        else:
+            logger.info("%s=%d s=%.3f", self._made_line, size, time.monotonic() - began)
+
+    def _record(self, size: int, pool: graphs.Pool | None) -> torch.cuda.CUDAGraph:
+        compute = partial(self._step.compute, size)
+        if self._usual is None:
+            graph, result = graphs.record(compute, pool, compute)
+            expected = result.to(torch.float32, copy=True)
+            error = float(graphs.error_of(graph, result, expected))
+            if not error <= _MOST_ERROR:
+                raise RuntimeError(f"the graph is {error:.3g} off")
+            self._usual = expected[:1].clone()
+        else:
+            graph, result = graphs.record(compute, pool, partial(compute, num_layers=self._num_kinds))
+            self._unjudged[size] = graphs.error_of(graph, result, self._usual.expand_as(result))
+        return graph
+
+    def _failed(self, size: int, reason: str) -> None:
+        self.error = reason
+        logger.warning("%s=%d reason=%s", self._off_line, size, reason)
+
+
+def by_need(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return those that the first requests need, and the others, in the order in which they are made.
+
+    First the largest, into whose memory the others fit, then from the smallest on the next that is twice as large or
+    more: until the others are made each stands in for those below it.
+    """
+    first, reached = list(sizes[-1:]), 0
+    for size in sizes[:-1]:
+        if size >= 2 * reached:
+            first.append(size)
+            reached = size
+    return first, [size for size in reversed(sizes) if size not in first]
