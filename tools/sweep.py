@@ -35,7 +35,7 @@ from bireme.stop_signals import on_stop_signal
 from tools.sweeping import loads, report
 from tools.sweeping.gpus import Clocks
 from tools.sweeping.launch import Stop, StoppedError
-from tools.sweeping.matrix import Plan, make_plan, read_matrix
+from tools.sweeping.matrix import CHANGEABLE, Plan, make_plan, read_matrix
 from tools.sweeping.results import Results, this_machine
 from tools.sweeping.runner import Estimate, Sweep, settle
 
@@ -44,6 +44,7 @@ _LISTS = {"lengths": str, "concurrency": int, "rates": float, "loads": str}  # o
 _VALUES = {
     "requests_per_stream": int, "warmup_per_stream": int, "repeats": int, "rate_seconds": float,
     "ready_timeout_s": float, "cell_timeout_s": float, "gpu_clock_mhz": int, "seed": int, "expect_itl_ms": float,
+    "ttft_ms": float, "itl_ms": float,
 }  # fmt: skip
 
 
@@ -56,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return GOOD
         for load in dict.fromkeys(cell.load for cell in results.left(plan)):
             loads.prepare(load)
-        if not options.resume:
+        if options.resume:
+            results.keep(plan)
+        else:
             results.begin(plan)
     except ConfigError as error:
         print(f"sweep: {error}", file=sys.stderr)
@@ -70,7 +73,8 @@ def opened(options: argparse.Namespace) -> tuple[Results, Plan]:
     """Return the folder and its plan, checked. Raises ConfigError."""
     if options.resume:
         results = Results(Path(options.resume))
-        return results, results.plan()
+        given = {name: getattr(options, name) for name in CHANGEABLE if getattr(options, name) is not None}
+        return results, results.plan().changed(**given)
     results = Results(Path(options.out or time.strftime("out/sweep-%Y%m%d-%H%M%S")))
     plan = make_plan(tree_of(options), options.matrix or "options")
     for deployment in plan.deployments:
@@ -209,7 +213,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", metavar="FOLDER", help="go on with the sweep that is there")
     parser.add_argument("--plan", action="store_true", help="show the plan and measure nothing")
     options = parser.parse_args(arguments)
-    given = [name for name in ("recipes", "matrix", "out", "set", "vary", "workers", *_LISTS) if getattr(options, name)]
+    fixed = ("recipes", "matrix", "out", "set", "vary", "workers", *_LISTS, *(_VALUES.keys() - set(CHANGEABLE)))
+    given = [name.replace("_", "-") for name in fixed if getattr(options, name) not in (None, [])]
     if options.resume and given:
         parser.error(f"--resume goes on with the plan that is there; leave out {', '.join(given)}")
     return options

@@ -20,7 +20,7 @@ def verdict(first: Way, second: Way, unit: str = "GPU", equal_within: float = EQ
     """Return a sentence for each stretch of promises; `unit`: what tokens/s are divided by."""
     for way, other in ((first, second), (second, first)):
         if not way.points:
-            return [f"Nothing was measured of {way.name}, so it can't be compared with {other.name}."]
+            return [f"{way.name} has no point that counts, so {other.name} can't be compared with it."]
     sentences = []
     for stretch in compare(first.points, second.points, equal_within):
         if stretch.winner == "equal":

@@ -68,6 +68,6 @@ def test_each_stretch_is_a_sentence_that_names_who_is_better_by_how_much_and_by_
     ]
 
 
-def test_of_a_way_without_a_point_it_is_said_that_nothing_was_measured():
+def test_a_way_without_a_point_is_not_compared():
     (told,) = verdict(Way("aggregated", points((10, 200))), Way("disaggregated", []))
-    assert told == "Nothing was measured of disaggregated, so it can't be compared with aggregated."
+    assert told == "disaggregated has no point that counts, so aggregated can't be compared with it."

@@ -413,6 +413,32 @@ def test_a_cell_that_was_measured_once_is_not_said_to_come_again():
     assert "measured once, so nobody knows" in report.trust(runs_of(plan))
 
 
+def test_cells_beyond_the_limits_do_not_count_for_the_fronts():
+    plan = plan_of(MOCKER, DISAGGREGATED, loads=["bireme"], ttft_ms=50.0)
+    slow, fast = (
+        msgspec.structs.replace(run, state="measured", figures=figures(ttft_p90_ms=ttft), tokens_per_s_per_gpu=10.0)
+        for run, ttft in zip(runs_of(plan), (50.1, 50.0), strict=True)
+    )
+    (told,) = report.comparison(plan, [slow, fast], "512/128")
+    assert told == "[bireme] aggregated has no point that counts, so disaggregated can't be compared with it."
+    assert report.lead_of(plan, [slow, fast], "GPU")[1] == (
+        "Only cells with TTFT at p90 up to 50 ms count for the fronts: 1 of 2."
+    )
+    assert "are equal within 5%" in report.comparison(plan.changed(ttft_ms=0.0), [slow, fast], "512/128")[0]
+
+
+def test_a_sweep_that_goes_on_takes_other_limits_and_no_other_cells(tmp_path, capsys):
+    plan, results = plan_of(MOCKER, loads=["bireme"]), Results(tmp_path)
+    results.begin(plan)
+    _, found = sweep.opened(sweep.parse(["--resume", str(tmp_path), "--cell-timeout-s", "5", "--itl-ms", "9"]))
+    assert (found.matrix.cell_timeout_s, found.matrix.itl_ms, found.cells) == (5.0, 9.0, plan.cells)
+    with pytest.raises(SystemExit):
+        sweep.parse(["--resume", str(tmp_path), "--seed", "5", "--loads", "bireme"])
+    assert "leave out loads, seed" in capsys.readouterr().err
+    assert sweep.main(["--resume", str(tmp_path), "--cell-timeout-s", "-1"]) == sweep.WRONG
+    assert "cell_timeout_s: -1.0; more than 0" in capsys.readouterr().err
+
+
 def test_ways_with_gpus_and_without_are_not_compared():
     plan = plan_of(MOCKER, DISAGGREGATED)
     runs = [msgspec.structs.replace(run, share=gpus.Share(1, unit)) for run, unit in zip(

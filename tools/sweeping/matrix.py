@@ -23,6 +23,7 @@ Kind = Literal["aggregated", "disaggregated"]
 _WORKERS = re.compile(r"\d+(:\d+)?")
 _LENGTHS = re.compile(r"(\d+)/(\d+)")
 _MAX_CELLS = 2000
+CHANGEABLE = ("ready_timeout_s", "cell_timeout_s", "ttft_ms", "itl_ms")  # of a matrix, when its sweep goes on
 
 
 class DeploymentSpec(Settings, frozen=True, kw_only=True):
@@ -50,6 +51,8 @@ class Matrix(Settings, frozen=True, kw_only=True):
     ready_timeout_s: PositiveDuration = 600.0  # for a launch to come up
     cell_timeout_s: PositiveDuration = 900.0  # for one load
     gpu_clock_mhz: NotNegative = 0  # 0: as it is
+    ttft_ms: Duration = 0.0  # a cell counts for the fronts if nine of ten requests keep this; 0: any does
+    itl_ms: Duration = 0.0  # the same of the mean gap between a request's tokens
     seed: NotNegative = 100
     expect_itl_ms: Duration = 20.0  # for the estimate of minutes alone
 
@@ -117,6 +120,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     matrix: Matrix
     deployments: list[Deployment]
     cells: list[Cell]
+
+    def changed(self, **values: Any) -> Plan:
+        """Return it with values of the matrix that change no cell (CHANGEABLE). Raises ConfigError."""
+        tree = msgspec.to_builtins(self.matrix) | values
+        return msgspec.structs.replace(self, matrix=convert(tree, Matrix, "options"))
 
     def cells_of(self, deployment: Deployment) -> list[Cell]:
         return [cell for cell in self.cells if cell.deployment == deployment.name]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bireme.sizing import chart
+from bireme.sizing.figures import Figures
 from bireme.sizing.pareto import EQUAL_WITHIN, OperatingPoint, front, most_apart
 from bireme.sizing.report import Page, Section, Table, render
 from bireme.sizing.verdict import Way, verdict
@@ -16,6 +17,12 @@ from tools.sweeping.results import Run, write
 KINDS = ("aggregated", "disaggregated")
 _MIXED = "GPU or worker"
 _SOURCES = {"aiperf": "aiperf", "bireme": "bireme's load"}
+
+
+def keeps_limits(figures: Figures, matrix: Matrix) -> bool:
+    """Return whether nine of ten requests were as fast as the matrix asks."""
+    pairs = ((figures.ttft_p90_ms, matrix.ttft_ms), (figures.itl_p90_ms, matrix.itl_ms))
+    return all(not limit or (value is not None and value <= limit) for value, limit in pairs)
 
 
 def points_of(runs: Iterable[Run]) -> list[OperatingPoint]:
@@ -38,11 +45,12 @@ def spread_of(runs: Sequence[Run]) -> float | None:
     return max((max(rates) / min(rates) - 1 for rates in found.values() if len(rates) > 1), default=None)
 
 
-def ways_of(runs: Sequence[Run], lengths: str, load: str) -> dict[str, list[OperatingPoint]]:
-    """Return the points of each way to serve that the sweep has."""
+def ways_of(runs: Sequence[Run], matrix: Matrix, lengths: str, load: str) -> dict[str, list[OperatingPoint]]:
+    """Return the points that count of each way to serve that the sweep has."""
     picked = [run for run in runs if run.cell.lengths == lengths and run.cell.load == load]
     kinds = [kind for kind in KINDS if any(run.deployment.kind == kind for run in picked)]
-    return {kind: points_of(run for run in picked if run.deployment.kind == kind) for kind in kinds}
+    counting = [run for run in picked if run.figures is not None and keeps_limits(run.figures, matrix)]
+    return {kind: points_of(run for run in counting if run.deployment.kind == kind) for kind in kinds}
 
 
 def sentences(ways: Mapping[str, Sequence[OperatingPoint]], unit: str, equal_within: float) -> list[str]:
@@ -93,7 +101,7 @@ def unit_of(runs: Sequence[Run]) -> str:
 def comparison(plan: Plan, runs: Sequence[Run], lengths: str) -> list[str]:
     """Return which way is better where, as each load has seen it."""
     unit, equal_within = unit_of(runs), max(EQUAL_WITHIN, spread_of(runs) or 0.0)
-    by_load = {load: ways_of(runs, lengths, load) for load in plan.matrix.loads}
+    by_load = {load: ways_of(runs, plan.matrix, lengths, load) for load in plan.matrix.loads}
     if unit == _MIXED:
         return ["Some launches used GPUs and others none: tokens/s a GPU of the ones and of the others are no match."]
     return [
@@ -115,7 +123,7 @@ def make_page(plan: Plan, runs: Sequence[Run], conditions: Sequence[str]) -> tup
     unit, loads = unit_of(runs), plan.matrix.loads
     sections, panels = [], []
     for lengths in dict.fromkeys(cell.lengths for cell in plan.cells):
-        by_load = {load: ways_of(runs, lengths, load) for load in loads}
+        by_load = {load: ways_of(runs, plan.matrix, lengths, load) for load in loads}
         prompt, answer = lengths.split("/")
         told = comparison(plan, runs, lengths)
         fronts = [
@@ -141,6 +149,14 @@ def lead_of(plan: Plan, runs: Sequence[Run], unit: str) -> list[str]:
     told = [f"{num_measured} of {len(plan.cells)} cells measured, {num_failed} failed, {left} not begun."]
     if unit != "GPU":
         told.append("Tokens/s are divided by workers where no GPU is used: each counts as one GPU would.")
+    limits = [
+        f"{name} at p90 up to {value:g} ms"
+        for name, value in (("TTFT", plan.matrix.ttft_ms), ("ITL", plan.matrix.itl_ms))
+        if value
+    ]
+    if limits:
+        kept = sum(run.figures is not None and keeps_limits(run.figures, plan.matrix) for run in runs)
+        told.append(f"Only cells with {' and '.join(limits)} count for the fronts: {kept} of {num_measured}.")
     return told
 
 

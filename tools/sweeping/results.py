@@ -60,6 +60,9 @@ class Results:
             self._make_folders()
         except OSError as error:
             raise ConfigError(f"--out {self.folder}: can't be made ({error.strerror}); name another folder") from error
+        self.keep(plan)
+
+    def keep(self, plan: Plan) -> None:
         write(self.folder / _PLAN, msgspec.json.format(msgspec.json.encode(plan)))
 
     def plan(self) -> Plan:
