@@ -18,6 +18,7 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 FORMAT_BYTES: Mapping[Format, float] = {"bf16": 2, "fp8": 1, "fp8_blocks": 1, "nvfp4": 0.5625, "mxfp4": 0.53125}
 _SHORT_TYPE_BYTES = 2  # embeddings, norms, and what a quantized checkpoint leaves out
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+_MOST_LAYERS = 10_000
 _BY_HAND = "write the recipe by hand, tools/check_recipe.py checks it"
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 _UNLIKE_LAYERS = (  # of a state in place of rows, or of rows and products that differ from layer to layer
@@ -31,7 +32,6 @@ class ModelShape:
     """Parameters are counted from the shapes; `scale` fits them to the checkpoint's bytes where these are at hand."""
 
     name: str  # folder, or hub id
-    architecture: str
     num_layers: int
     hidden: int
     num_heads: int
@@ -110,20 +110,22 @@ def read_shape(model: str, config_file: Path | None = None) -> ModelShape:
 
 def shape_of(config: Config, quantization: Config, name: str, where: str) -> ModelShape:
     """`quantization`: that of hf_quant_config.json; else config.json's counts. Raises ConfigError."""
-    text = config.get("text_config") or config
-    _check_kind(config, text, where)
-    outer = quantization or config.get("quantization_config") or text.get("quantization_config") or {}
     try:
-        return _shape(config, text, outer, name, where)
+        text = config.get("text_config") or config
+        _check_kind(config, text, where)
+        outer = quantization or config.get("quantization_config") or text.get("quantization_config") or {}
+        shape = _shape(config, text, outer, name, where)
+        _check_sizes(shape)
     except KeyError as error:
         raise ConfigError(f"{where}: {error} is not there, so the model's size is not known") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{where}: not the shape of a model: {error}") from error
+    return shape
 
 
 def _shape(config: Config, text: Config, quantization: Config, name: str, where: str) -> ModelShape:
     layers, hidden, heads = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    if min(layers, hidden, heads) < 1:
+    if min(layers, hidden, heads) < 1 or layers > _MOST_LAYERS:
         raise ValueError(f"{layers} layers of {hidden} with {heads} heads")
     experts = next((int(text[key]) for key in _EXPERT_KEYS if text.get(key)), 0)
     sparse = _sparse_layers(text, layers) if experts else 0
@@ -135,7 +137,6 @@ def _shape(config: Config, text: Config, quantization: Config, name: str, where:
     row_values, kv_heads = _kv_row(text, hidden, heads)
     return ModelShape(
         name=name,
-        architecture=str((config.get("architectures") or ["unknown"])[0]),
         num_layers=layers,
         hidden=hidden,
         num_heads=heads,
@@ -148,13 +149,24 @@ def _shape(config: Config, text: Config, quantization: Config, name: str, where:
         expert_params=expert_size * experts * sparse,
         embedding_params=int(text["vocab_size"]) * hidden * (1 if _is_tied(config, text) else 2),
         num_experts=experts,
-        experts_per_token=int(text.get("num_experts_per_tok") or text.get("experts_per_token") or 1),
+        experts_per_token=int(text.get("num_experts_per_tok") or text.get("experts_per_token") or 1) if experts else 1,
         weights=weights,
         are_attention_weights_quantized=is_whole,
         max_seq_len=int(text.get("max_position_embeddings") or 8192),
         num_draft_layers=int(text.get("num_nextn_predict_layers") or 0),
         has_own_code=bool(config.get("auto_map")),
     )
+
+
+def _check_sizes(shape: ModelShape) -> None:
+    """Raises ValueError for what no model is."""
+    counted = (shape.attention_params, shape.embedding_params, shape.kv_row_values, shape.num_kv_heads)
+    if min(counted) < 1 or min(shape.mlp_params, shape.expert_params, shape.num_draft_layers, *shape.windows) < 0:
+        raise ValueError("a size is less than nothing")
+    if shape.num_experts < 0 or not 1 <= shape.experts_per_token <= max(shape.num_experts, 1):
+        raise ValueError(f"{shape.experts_per_token} of {shape.num_experts} experts for a token")
+    if len(shape.windows) != shape.num_layers:
+        raise ValueError(f"layer_types has {len(shape.windows)} of {shape.num_layers} layers")
 
 
 def kv_row_bytes(config: Config) -> int:

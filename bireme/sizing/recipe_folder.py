@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from bireme.config import CHECKOUT
 from bireme.sizing import recipe_rules as rules
 from bireme.sizing.recipe_plan import ACCEPTED, BUSY, RecipePlan, SizedEngine, Wish, other_way
@@ -20,7 +22,7 @@ Block = Mapping[str, "Chosen | Mapping[str, Chosen]"]
 _WIDTH = 120
 _LINKS = 0.7  # of a link's peak, that a transfer reaches
 _BALANCER = "eplb.yaml"
-_PLAIN = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)*")  # and no word of YAML's own, which no name here is
+_PLAIN = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)*")
 NULL = object()  # YAML's null: an unset key means another value
 MADE = ("recipe.yaml", "prefill.yaml", "decode.yaml", _BALANCER, "README.md")
 
@@ -69,7 +71,8 @@ def _scalar(value: Any) -> str:
         return "null"
     if isinstance(value, float):
         return f"{value:.7f}".rstrip("0").removesuffix(".") if value < 1e-4 else repr(value)
-    return value if isinstance(value, str) and _PLAIN.fullmatch(value) else json.dumps(value)
+    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and yaml.safe_load(value) == value
+    return str(value) if is_plain else json.dumps(value)
 
 
 def _without_unset(item: Chosen | Mapping[str, Chosen]) -> Chosen | Mapping[str, Chosen] | None:
@@ -191,7 +194,7 @@ def _recipe(wish: Wish, plan: RecipePlan, timings: Timings, command: str) -> str
     if model.is_dir():
         path = model.resolve()
         name = str(path.relative_to(CHECKOUT)) if path.is_relative_to(CHECKOUT) else str(path)
-    lines = [f"# {_summary(wish, plan)}", f"# Made by: {command}", f"model: {_scalar(name)}"]
+    lines = [f"# {_summary(wish, plan)}", f"# Made by: {' '.join(command.split())}", f"model: {_scalar(name)}"]
     if plan.prefill is not None:
         own, hop = _router(wish, plan)
         lines += ["router:", *_lines("prefill_ms_per_token", own, "  "), *_lines("transfer_ms_per_token", hop, "  ")]
@@ -232,7 +235,8 @@ def _summary(wish: Wish, plan: RecipePlan) -> str:
     parts = [f"{count} {stage} ({engine.layout.name})" for stage, engine, count in _stages(plan)]
     what = " and ".join(parts) if plan.prefill else f"{plan.num_decode} aggregated ({plan.decode.layout.name})"
     where = f" on each of {plan.servers} nodes" if plan.servers > 1 else ""
-    return f"{Path(wish.shape.name).name} on {plan.num_gpus} {wish.gpu.name.upper()}: {what}{where}."
+    model = " ".join(Path(wish.shape.name).name.split())
+    return f"{model} on {plan.num_gpus} {wish.gpu.name.upper()}: {what}{where}."
 
 
 def _readme(wish: Wish, plan: RecipePlan, timings: Timings, command: str) -> str:

@@ -1,5 +1,6 @@
 """tools/make_recipe.py: what it writes can be checked and deployed, and what can't be is refused with the remedy."""
 
+import contextlib
 import json
 import random
 import re
@@ -8,8 +9,10 @@ import sys
 import pytest
 import yaml
 
+from bireme.errors import ConfigError
 from bireme.launch.recipe_check import check_folder
 from bireme.recipe_files import load_recipe
+from bireme.sizing.recipe_plan import plan
 from tests.repository.house import CHECKOUT
 from tools import make_manifests, make_recipe, make_sbatch, serve_nodes
 
@@ -155,6 +158,32 @@ def test_a_model_that_can_t_be_sized_is_refused(changes, told, config, tmp_path,
     text = ["--gpu", "h100", "--gpus", "1", "--isl", "80", "--osl", "50", "--concurrency", "1"]
     assert make_recipe.main(["--model", LLAMA, "--config", str(path), *text, "--out", str(tmp_path / "made")]) == 2
     assert told in capsys.readouterr().err
+
+
+GARBAGE = ("x", -1, 10**30, [1], {"a": 1}, None, float("inf"))
+
+
+@pytest.mark.parametrize("model", [LLAMA, R1])
+def test_whatever_stands_in_a_config_it_is_sized_or_refused(model, config, tmp_path):
+    text = "--gpu b200 --gpus 8 --isl 500 --osl 50 --concurrency 8 --out"
+    for key in (*CONFIGS[model], "text_config", "sliding_window"):
+        for value in GARBAGE:
+            path = config(model, **{key: value})
+            options = make_recipe.parse(
+                ["--model", model, "--config", str(path), *text.split(), str(tmp_path / "made")]
+            )
+            with contextlib.suppress(ConfigError):
+                wish = make_recipe.wish_of(options)
+                with make_recipe.timings_of(options, wish) as timings:
+                    assert plan(wish, timings).requests_per_s > 0
+
+
+def test_a_model_s_name_is_no_word_of_yaml_s(config, tmp_path):
+    for name in ("yes", "a: b", "x\n- y", "org/1.0"):
+        text = ["--gpu", "h100", "--gpus", "1", "--isl", "80", "--osl", "50", "--concurrency", "1", "--force"]
+        out = tmp_path / "made"
+        assert make_recipe.main(["--model", name, "--config", str(config(LLAMA)), *text, "--out", str(out)]) == 0
+        assert load_recipe(out).model == name
 
 
 def test_a_hub_id_needs_its_config_and_a_folder_is_not_overwritten(config, tmp_path, capsys):
