@@ -20,6 +20,7 @@ ABSENT = {
     "bireme_mirror_": "no request is mirrored",
     "bireme_routed_generations_total": "one generation serves alone",
     "bireme_weights_engines": "the memory service is off",
+    "bireme_prompt_attention": "engines on a CPU have one attention",
 }
 
 
