@@ -112,13 +112,16 @@ class Deployment:
                 until(self._has_cancelled, "it is not counted", limit_s=5)
 
     def migrate(self) -> None:
-        """Kill an engine under a stream, which another one goes on with."""
+        """Kill an engine under a stream, which another one is given."""
         tree = processes.children(self._running.process.pid)
         server = next(pid for pid in tree if "tritonserver" in str(processes.command_line(pid)))
         (engine,) = processes.engines(processes.stubs(server)["decode"][0])
         connection = self.stream(900)
         os.kill(engine, signal.SIGKILL)
-        assert b"[DONE]" in connection.reply.read()  # type: ignore[attr-defined]
+        until(
+            lambda: self._has_counted(1, "bireme_migrations_total", "frontend"),
+            "its stream is not given to another one",
+        )
         connection.close()
 
     def answer_s(self) -> float:
@@ -152,12 +155,15 @@ class Deployment:
                 thread.join()
 
     def _has_cancelled(self) -> bool:
-        connection = http.client.HTTPConnection(self.targets[0], timeout=LIMIT_S)
+        return self._has_counted(0, "bireme_cancellations_total", "decode")
+
+    def _has_counted(self, target: int, name: str, worker: str) -> bool:
+        connection = http.client.HTTPConnection(self.targets[target], timeout=LIMIT_S)
         connection.request("GET", "/metrics", headers={"authorization": f"Bearer {KEY}"})
         page = connection.getresponse().read().decode()
         connection.close()
-        lines = [line for line in page.splitlines() if line.startswith("bireme_cancellations_total{")]
-        return any('worker="decode' in line and float(line.split()[-1]) > 0 for line in lines)
+        lines = [line for line in page.splitlines() if line.startswith(name + "{")]
+        return any(f'worker="{worker}' in line and float(line.split()[-1]) > 0 for line in lines)
 
     def batch(self) -> None:
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
