@@ -13,6 +13,8 @@ import bisect
 import math
 from dataclasses import dataclass
 
+import msgspec
+
 from bireme.kv.wire.event_wire import PRICED_TOKENS, WorkerPrices
 
 _DOUBT = 1.1  # by which a transfer must pay: two engines that are alike measure a little apart
@@ -59,6 +61,15 @@ def is_decode_cheaper(decode: PromptSide, num_running: float, prefill: PromptSid
     here = decode.queue_ms + decode.prompt_ms + num_running * decode.delay_ms
     there = prefill.queue_ms + prefill.prompt_ms + transfer.ms(decode.num_new)
     return here <= there * _DOUBT
+
+
+def believed(decode: WorkerPrices, prefill: WorkerPrices, step_tokens: int) -> WorkerPrices:
+    """Return decode's prices, with prefill's for prompts of which it only guesses that they take longer there."""
+    prompt_ms = [
+        own if min(tokens, step_tokens) <= 2 * decode.measured_tokens else min(own, others)
+        for tokens, own, others in zip(PRICED_TOKENS, decode.prompt_ms, prefill.prompt_ms, strict=True)
+    ]
+    return msgspec.structs.replace(decode, prompt_ms=tuple(prompt_ms))
 
 
 def added_ms(prices: WorkerPrices, num_tokens: float) -> float:

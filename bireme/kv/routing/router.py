@@ -48,7 +48,7 @@ from bireme.kv.routing.placement import (
     WorkerFollower,
     WorkerWork,
 )
-from bireme.kv.routing.prompt_prices import PromptSide, Transfer, is_decode_cheaper
+from bireme.kv.routing.prompt_prices import PromptSide, Transfer, believed, is_decode_cheaper
 from bireme.kv.routing.sessions import SessionTable
 from bireme.kv.routing.targets import DEFAULT_TOKENS_PER_BLOCK, StageTargets, Target
 from bireme.kv.wire.event_wire import WorkerLoad
@@ -490,7 +490,9 @@ class WorkerRouter:
             prefill = self._cheapest_source(request, sources & self._reach("prefill", decode.target.record), now)
             if prefill is not None:
                 stage, at = self._stages["decode"], decode.target.index
-                here = PromptSide(prices, num_new, float(stage.waiting_tokens(now)[at]), _step_tokens(decode.target))
+                step_tokens = _step_tokens(decode.target)
+                prices = believed(prices, prefill.prices, step_tokens)
+                here = PromptSide(prices, num_new, float(stage.waiting_tokens(now)[at]), step_tokens)
                 start_ms, slope = 0.0, config.transfer_ms_per_token
                 if prices.transfer_start_ms >= 0:
                     start_ms, slope = prices.transfer_start_ms, prices.transfer_ms_per_token

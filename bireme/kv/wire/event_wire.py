@@ -91,6 +91,7 @@ class WorkerPrices(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     step_ms: float  # with the requests that run now, and no prompt
     prompt_ms: tuple[float, float, float, float, float]  # what prompts of PRICED_TOKENS, alone or in parts, add to that
+    measured_tokens: int  # of prompts in the largest step that it has computed: beyond, it guesses
     transfer_start_ms: float = -1.0  # of KV from prefill; below 0: not measured
     transfer_ms_per_token: float = 0.0
 

@@ -172,7 +172,7 @@ def test_an_error_is_counted_and_the_next_events_come(bench):
     assert one.reader.take()[2].events[0].block_hashes == HASHES
 
 
-PRICES = WorkerPrices(5.4, (2.0, 2.5, 8.6, 48.0, 235.0), 1.2, 0.0004)
+PRICES = WorkerPrices(5.4, (2.0, 2.5, 8.6, 48.0, 235.0), 2048, 1.2, 0.0004)
 
 
 def test_load_is_told_when_it_changes_and_as_a_sign_of_life(bench):

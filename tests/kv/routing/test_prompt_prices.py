@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from bireme.kv.routing.prompt_prices import PromptSide, Transfer, added_ms, is_decode_cheaper
+from bireme.kv.routing.prompt_prices import PromptSide, Transfer, added_ms, believed, is_decode_cheaper
 from bireme.kv.wire.event_wire import PRICED_TOKENS, WorkerPrices
 from tests.kv.routing.router_fixtures import RouterBench, capacity, load, record
 
 # What a prompt of 32, 128, 512, 2,048, 8,192 tokens adds to a step: alone, and beside 64 streams.
-ALONE = WorkerPrices(5.4, (2.0, 2.5, 8.6, 48.0, 235.0), 1.2, 0.0004)
-BUSY = WorkerPrices(7.5, (3.0, 3.1, 9.0, 46.0, 240.0), 1.2, 0.0004)
+ALONE = WorkerPrices(5.4, (2.0, 2.5, 8.6, 48.0, 235.0), 2048, 1.2, 0.0004)
+BUSY = WorkerPrices(7.5, (3.0, 3.1, 9.0, 46.0, 240.0), 2048, 1.2, 0.0004)
 OVER_NVLINK, HOP = Transfer(4.0, 1.2, 0.0004), Transfer(4.0, 0.0, 0.002)
 
 
@@ -46,6 +47,15 @@ def test_who_waits_decides(num_new, num_running, waiting_here, waiting_there, is
     here = side(BUSY if num_running > 4 else ALONE, num_new, waiting_here)
     there = side(ALONE, num_new, waiting_there)
     assert is_decode_cheaper(here, num_running, there, OVER_NVLINK) is is_decode
+
+
+def test_what_decode_has_never_computed_is_believed_to_take_as_long_as_at_prefill():
+    guessed = msgspec.structs.replace(BUSY, prompt_ms=(3.0, 4.0, 20.0, 90.0, 400.0), measured_tokens=64)
+    assert believed(guessed, ALONE, 2048).prompt_ms == (3.0, 4.0, 8.6, 48.0, 235.0)
+    measured = msgspec.structs.replace(guessed, measured_tokens=1024)
+    assert believed(measured, ALONE, 2048).prompt_ms == guessed.prompt_ms
+    bench = bench_with(msgspec.structs.replace(guessed, step_ms=5.4), ALONE)
+    assert bench.place(2048).prefill is None
 
 
 def test_what_prefill_holds_it_need_not_compute():

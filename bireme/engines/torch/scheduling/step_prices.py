@@ -26,4 +26,4 @@ def prices_of(
         added.append(round(max([1e3 * seconds, *added[-1:]]), 3))  # a longer one never costs less
     start, slope = transfer_ms or (-1.0, 0.0)
     one, two, three, four, five = added
-    return WorkerPrices(round(1e3 * step_s, 3), (one, two, three, four, five), start, slope)
+    return WorkerPrices(round(1e3 * step_s, 3), (one, two, three, four, five), costs.most_prefill, start, slope)
