@@ -10,6 +10,12 @@ the second decode's. A first round of each warms up and is not counted.
   steps before it, so a second GPU can save little
 - gaps: between responses of 16 running streams, before and while prompts of 8,192 tokens come one after the other
 
+Those of the second way name their prefill worker, so all of them are transferred. Then the router decides, too, by what
+the engines have measured (`measured`, the same server as the second way):
+
+- of each length: TTFT and the second token of one prompt at a time
+- arrivals: TTFT and time per output token where requests come at random (Poisson, lengths as chats have them)
+
 Before that both answer the same eight prompts, and must say the same, token by token.
 
     python benchmarks/disaggregation_gpu.py                # 8B shape, two GPUs
@@ -44,14 +50,18 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
 from benchmarks.load.meter import percentile
+from benchmarks.options import numbers
 from benchmarks.serving_gpu import NAME, write_model
 from bireme.engines.stub.environment import find_python
 from bireme.launch import start_server
 from bireme.workers.grpc import GrpcChannel, infer_request, outputs_of
 
 WAYS = ("aggregated", "disaggregated")
+ALL_WAYS = {"aggregated": "aggregated", "disaggregated": "disaggregated", "measured": "disaggregated"}  # way: server
 _STREAM_TOKENS = 4096  # that running streams ask for, more than they live to get: KV for all of them is there
 AIM_TTFT, AIM_RATE, AIM_GAPS = 1.15, 1.3, 1.5
+AIM_IDLE, AIM_IDLE_MS = 1.05, 2.0  # measured over aggregated, one at a time: this, or so much more
+AIM_ARRIVALS = 1.03  # measured over the better of the others
 NUM_ANSWERS = 8  # that are compared
 NUM_TTFTS = 5  # of a round
 Figures = dict[str, dict[str, list[float]]]  # what was measured, way, a value of each round
@@ -83,11 +93,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompts")
     parser.add_argument("--seconds", type=float, default=4, help="of the streams, undisturbed and with long prompts")
     parser.add_argument("--quick", action="store_true", help="tiny shape, no GPU, one round of a few requests of 64/16")
+    parser.add_argument("--lengths", type=numbers(int), default=[16, 128, 256, 512, 2048, 8192], help="16,128,256")
+    parser.add_argument(
+        "--rates", type=numbers(float), default=[8.0, 20.0, 30.0], help="of arrivals, requests a second"
+    )
+    parser.add_argument("--arrival-seconds", type=float, default=12, help="of each rate and way")
     parser.add_argument("--write-model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.shape, options.gpus, options.backend, options.rounds = "tiny", 0, "DEFAULT", 1
         options.requests, options.streams, options.prompt, options.seconds = 4, 2, 200, 0.5
+        options.lengths, options.rates, options.arrival_seconds = [16, 200], [4.0], 1.0
     options.inputs, options.outputs = (64, 16) if options.quick else (512, 128)
     return options
 
@@ -123,7 +139,7 @@ async def measure(targets: dict[str, str], options: argparse.Namespace) -> Figur
     try:
         await compare(list(channels.values()), draw, options)
         for round_number, way in itertools.product(range(options.rounds + 1), WAYS):
-            client = Client(channels[way], draw, options)
+            client = Client(channels[way], draw, options, way)
             figures = {
                 **await client.ttft(),
                 "at once, tokens/s": await client.rate(options.requests),
@@ -133,6 +149,13 @@ async def measure(targets: dict[str, str], options: argparse.Namespace) -> Figur
             texts = (f"{name} {value:.2f}" for name, value in figures.items())
             print(f"round {round_number}, {way}: {'; '.join(texts)}", flush=True)
             for name, value in figures.items() if round_number else ():
+                found[name][way].append(value)
+        clients = {way: Client(channels[server], draw, options, way) for way, server in ALL_WAYS.items()}
+        for turn, (way, client) in itertools.product(range(2), clients.items()):
+            for name, value in (await client.lengths()).items() if turn else ():
+                found[name][way].append(value)
+        for rate, (way, client) in itertools.product(options.rates, clients.items()):
+            for name, value in (await client.arrivals(rate)).items():
                 found[name][way].append(value)
     finally:
         for channel in channels.values():
@@ -161,9 +184,11 @@ async def ask(
     prompt: npt.NDArray[np.int32],
     num_tokens: int,
     came: Callable[[float], object] = lambda _: None,
+    is_transferred: bool = False,
 ) -> Answer:
-    """`came` is told when each response comes. Raises SystemExit."""
-    inputs = {
+    """`came` is told when each response comes. `is_transferred`: it names its prefill worker. Raises SystemExit."""
+    routing = {"routing": np.array([b'{"prefill_worker": "prefill"}'], object)} if is_transferred else {}
+    inputs = routing | {
         "input_ids": prompt,
         "max_tokens": np.array([num_tokens], np.int32),
         "ignore_eos": np.array([True]),
@@ -195,8 +220,9 @@ async def ask(
 class Client:
     """Of one server."""
 
-    def __init__(self, channel: GrpcChannel, draw: np.random.Generator, options: argparse.Namespace) -> None:
+    def __init__(self, channel: GrpcChannel, draw: np.random.Generator, options: argparse.Namespace, way: str) -> None:
         self._channel, self._draw, self._options = channel, draw, options
+        self._is_transferred = way == "disaggregated"
 
     async def ttft(self) -> dict[str, float]:
         """Return medians in ms of a few long prompts."""
@@ -250,10 +276,46 @@ class Client:
                 found[f"{name} gap {what}, ms"] = percentile(gaps, share) or 0.0
         return found
 
+    async def lengths(self) -> dict[str, float]:
+        """Return medians in ms of first and second tokens, one prompt at a time."""
+        found = {}
+        for length in self._options.lengths:
+            began, times = [], []
+            for _ in range(NUM_TTFTS):
+                began.append(time.perf_counter())
+                times.append((await self._ask(length, 3)).times)
+            for at, what in enumerate(("first", "second")):
+                taken = [1e3 * (of_one[at] - start) for start, of_one in zip(began, times, strict=True)]
+                found[f"{length}: {what} token, ms"] = statistics.median(taken)
+        return found
+
+    async def arrivals(self, rate: float) -> dict[str, float]:
+        """Return medians in ms of what requests see that come at this rate; the same for each way."""
+        random, scale = np.random.default_rng(int(rate)), 0.05 if self._options.quick else 1.0
+        first, later = [], []
+
+        async def one() -> None:
+            drawn = (random.lognormal(np.log(mean * scale) - 0.32, 0.8) for mean in (235, 200))
+            inputs, outputs = (int(min(max(number, 4), 1500 * scale)) for number in drawn)
+            began = time.perf_counter()
+            times = (await self._ask(inputs, outputs)).times
+            first.append(times[0] - began)
+            later.append((times[-1] - times[0]) / (len(times) - 1))
+
+        tasks, ends = [], time.perf_counter() + self._options.arrival_seconds
+        while time.perf_counter() < ends:
+            tasks.append(asyncio.create_task(one()))
+            await asyncio.sleep(random.exponential(1 / rate))
+        await asyncio.gather(*tasks)
+        return {
+            f"{rate:g}/s: TTFT p50, ms": 1e3 * statistics.median(first),
+            f"{rate:g}/s: TPOT p50, ms": 1e3 * statistics.median(later),
+        }
+
     async def _ask(self, num_inputs: int, num_tokens: int, came: Callable[[float], object] = lambda _: None) -> Answer:
         """Send a prompt that nobody has seen."""
         prompt = self._draw.integers(10, 500, num_inputs).astype(np.int32)
-        return await ask(self._channel, prompt, num_tokens, came)
+        return await ask(self._channel, prompt, num_tokens, came, self._is_transferred)
 
 
 async def _until(is_true: Callable[[], bool], tasks: list[asyncio.Task[Any]]) -> None:
@@ -266,9 +328,9 @@ async def _until(is_true: Callable[[], bool], tasks: list[asyncio.Task[Any]]) ->
 
 def report(found: Figures, options: argparse.Namespace) -> None:
     middle = {name: {way: statistics.median(values) for way, values in ways.items()} for name, ways in found.items()}
-    print(f"{'':24}" + "".join(f"{way:>34}" for way in WAYS))
+    print(f"{'':24}" + "".join(f"{way:>34}" for way in ALL_WAYS))
     for name, ways in found.items():
-        texts = (f"{middle[name][way]:,.2f} ({min(ways[way]):,.2f} to {max(ways[way]):,.2f})" for way in WAYS)
+        texts = (f"{middle[name][way]:,.2f} ({min(of_way):,.2f} to {max(of_way):,.2f})" for way, of_way in ways.items())
         print(f"{name:24}" + "".join(f"{text:>34}" for text in texts))
     machine = {"cores": os.cpu_count(), "options": {key: str(value) for key, value in vars(options).items()}}
     print(json.dumps({"benchmark": "disaggregation_gpu", "figures": found} | machine))
@@ -283,6 +345,13 @@ def report(found: Figures, options: argparse.Namespace) -> None:
     print(
         f"aim: gaps' p99 over undisturbed ones' {gaps:.2f}, at most {AIM_GAPS:g} asked for: {_word(gaps <= AIM_GAPS)}"
     )
+    for name, ways in middle.items():
+        if "measured" not in ways or "TTFT" in name:
+            continue
+        is_idle, others = "token" in name, [ways["aggregated"], ways["disaggregated"]]
+        best = others[0] if is_idle else min(others)
+        most = max(AIM_IDLE * best, best + AIM_IDLE_MS) if is_idle else AIM_ARRIVALS * best
+        print(f"aim: {name}, measured {ways['measured']:.2f}, {most:.2f} asked for: {_word(ways['measured'] <= most)}")
 
 
 def _word(is_met: bool) -> str:
