@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 
 from benchmarks.options import numbers
 
+BEGAN_AT = time.perf_counter()
 AIM_RATIO = 1.3  # of a first request's time to its first token over a later one's
 AIM_GAP = 2.0  # of the largest gap over the 99th percentile of later ones
 LATER_S = 5.0  # from then on a load's gaps are later ones
@@ -126,6 +127,7 @@ def one_start(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "host": platform.processor(),
         "ready_s": round(engine.ready_s, 3),
+        "process_s": round(engine.ready_at - BEGAN_AT, 3),
         "events": [[round(at - engine.ready_at, 3), event] for at, event in told.events],
         "log": told.lines,
         "steps": {labels[-1]: count for name, labels, count in counters if name == "bireme_engine_steps_total"},
@@ -196,7 +198,10 @@ def quantiles(values: list[float]) -> list[float]:
 
 
 def tell(way: str, start: int, found: dict[str, Any]) -> None:
-    print(f"{way}, start {start + 1} on {found['device']}: ready after {found['ready_s']:.2f} s; {found['log']}")
+    print(
+        f"{way}, start {start + 1} on {found['device']}: ready after {found['ready_s']:.2f} s ("
+        f"{found['process_s']:.2f} of the process); {found['log']}"
+    )
     for row in found.get("rows", ()):
         print(
             f"  {row['tokens']:>5} tokens: first {row['first_ms']:7.1f} ms, later {row['median_ms']:7.1f} (worst"

@@ -244,6 +244,19 @@ def test_one_that_nothing_stands_in_for_is_made_when_many_steps_have_lacked_it(
     assert made.to_make == [] and replays == {1: 1 + 3}
 
 
+def test_one_that_a_larger_stands_in_for_is_made_later(recorded, monkeypatch):
+    monkeypatch.setattr(sized_graphs, "MOST_MISSES", 2)
+    monkeypatch.setattr(sized_graphs, "MOST_STOOD_IN", 4)
+    logits = torch.zeros(8, 3)
+    step = Mock(compute=lambda size, num_layers=None: logits[:size].fill_(1.0))
+    made = SizedGraphs(step, [1, 2, 4, 8], 1, "made", "off")
+    made.make(4)
+    assert [made.size_for(8, 8) for _ in range(3)] == [0, 8, 8]
+    assert [made.size_for(2, 8) for _ in range(5)] == [4, 4, 4, 2, 2]
+    assert [made.size_for(1, 1) for _ in range(3)] == [0, 1, 1]
+    assert [made.size_for(16, 32) for _ in range(9)] == [0] * 9
+
+
 def refuse():
     raise RuntimeError("no room\nmore")
 

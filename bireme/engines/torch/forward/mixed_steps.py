@@ -102,9 +102,7 @@ class MixedSteps:
     def _size_for(self, rows: int) -> int:
         """Return the size of the smallest graph that holds them and is not far larger, or `rows`."""
         own = next(size for size in self._sizes if size >= rows)
-        if own not in self.graphs.made:
-            self.graphs.missed(own)
-        return self.graphs.holding(rows, _MOST_SIZE * own) or rows
+        return self.graphs.size_for(own, _MOST_SIZE * own) or rows
 
     def _length(self, size: int) -> int:
         return self._ends(size)[-1]

@@ -115,13 +115,10 @@ class ResidentDecode:
 
     def _size_for(self, count: int) -> int:
         """Return the size of the step for so many rows; where their own graph is missing a larger one stands in."""
-        own = next(size for size in self._sizes if size >= count) if self._is_padded else count
-        if own in self.graphs.made:
-            return own
-        size = self.graphs.holding(own, self.most_rows) if self._is_padded else 0
-        if not size:
-            self.graphs.missed(own)
-        return size or own
+        if not self._is_padded:
+            return self.graphs.size_for(count, count) or count
+        own = next(size for size in self._sizes if size >= count)
+        return self.graphs.size_for(own, self.most_rows) or own
 
     def _tell(self, told: Ints, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
         """Fill in what the step is told."""

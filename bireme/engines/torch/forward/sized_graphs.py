@@ -16,6 +16,7 @@ from bireme.engines.torch.forward import graphs
 logger = logging.getLogger("bireme.engines.torch")
 
 MOST_MISSES = 32  # steps that lacked a graph, until it is made beside running requests
+MOST_STOOD_IN = 256  # of such for which a larger one stood in
 _MOST_ERROR = 0.02  # of the first's result against the same kernels launched singly, relative
 _MOST_ERROR_OF_SIZES = 0.5  # of another's, whose kernels round otherwise, against that; of what is wrong 1 and more
 
@@ -75,16 +76,23 @@ class SizedGraphs:
                 self._failed(size, f"the graph is {float(error):.3g} off")
         self._unjudged.clear()
 
-    def holding(self, rows: int, most: int) -> int:
-        """Return the smallest size that is made and holds so many rows, `most` or less; 0: there is none."""
-        return min((size for size in self.made if rows <= size <= most), default=0)
+    def size_for(self, size: int, most: int) -> int:
+        """Return the smallest that is made, from this one on up to `most`; 0: there is none.
 
-    def missed(self, size: int) -> None:
-        """Note that a step has lacked this one: when many have it is made, and running requests wait for it."""
+        One that many steps have lacked is made here, and running requests wait for it.
+        """
+        if size in self.made:
+            return size
+        found = self._larger(size, most)
         self._misses[size] = misses = self._misses.get(size, 0) + 1
-        if misses == MOST_MISSES:
-            self.make(size)
-            self.judge()
+        if misses % (MOST_STOOD_IN if found else MOST_MISSES) or size not in self.to_make:
+            return found
+        self.make(size)
+        self.judge()
+        return self._larger(size, most)
+
+    def _larger(self, size: int, most: int) -> int:
+        return min((one for one in self.made if size <= one <= most), default=0)
 
     def _make(self, size: int) -> None:
         began, other = time.monotonic(), next(iter(self.made.values()), None)
