@@ -98,7 +98,7 @@ def _byte_level(letter: str) -> str:
 
 class Landed(LateChoices):
     def needs_host(self, batch: Any) -> bool:
-        return any(not self._sampler.row(sequence.key).is_simple for sequence in batch)
+        return any(not self._sampler.row(one.key).is_simple for one in batch)
 
 
 class Rows(Running):

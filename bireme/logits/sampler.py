@@ -72,6 +72,7 @@ class Sampler(Generic[Key]):
         self._is_cpu = str(device).startswith("cpu")
         self._draw_there = draw
         self._rows: dict[Key, Row] = {}
+        self.late: dict[Key, Row] = {}  # of these, those that may not be simple
 
     def check(self, params: SamplingParams, eos_ids: Sequence[int] = ()) -> None:
         """Raise RequestError for what only this process's plug-ins can tell."""
@@ -94,10 +95,14 @@ class Sampler(Generic[Key]):
         if params.logits_processors:
             with (mark := self._mark(key)):
                 processors = self._processors(params, str(key), len(prompt_ids), eos_ids)
-        self._rows[key] = Row(params, prompt_ids, output_ids, eos_ids, self.vocab_size, processors, guidance, mark)
+        row = Row(params, prompt_ids, output_ids, eos_ids, self.vocab_size, processors, guidance, mark)
+        self._rows[key] = row
+        if guidance is not None or not row.is_simple:
+            self.late[key] = row
 
     def remove(self, key: Key) -> None:
         self._rows.pop(key, None)
+        self.late.pop(key, None)
 
     def row(self, key: Key) -> Row:
         return self._rows[key]

@@ -16,6 +16,7 @@ from bireme.engines.base import RequestKey
 from bireme.engines.torch.step import Sequence, SequenceStatus
 from bireme.errors import BiremeError
 from bireme.logits.logprobs import Measured, measure
+from bireme.logits.rows import Row
 from bireme.logits.sampler import Sampled, Sampler
 from bireme.logits.sending import send
 
@@ -40,7 +41,8 @@ class LateChoices:
 
     def needs_host(self, batch: list[Sequence]) -> bool:
         """Return whether these rows' tokens can be chosen only when their logits are there: own processors do it."""
-        return any(self._sampler.row(sequence.key).processors for sequence in batch)
+        rows = self._sampler.late
+        return bool(rows) and any(rows[one.key].processors for one in batch if one.key in rows)
 
     def choose(self, flight: Flight, batch: list[Sequence]) -> LateChoice:
         """Have tokens chosen again, and measured, of a step whose logits are still there.
@@ -49,13 +51,12 @@ class LateChoices:
         processors of its own: the step's time is not theirs.
         """
         choice = LateChoice()
-        late = {at: one for at, one in _running(batch) if not self._sampler.row(one.key).is_simple}
-        if not late:
+        rows = self._late_rows(batch)
+        if not rows:
             return choice
-        if self.needs_host(list(late.values())):
+        if any(row.processors for row in rows.values()):
             flight.read()
-        rows = {at: self._sampler.row(one.key) for at, one in late.items()}
-        if edited := {at: late[at] for at, row in rows.items() if row.is_edited}:
+        if edited := {at: batch[at] for at, row in rows.items() if row.is_edited}:
             self._edit(flight, edited, choice)
         choice.num_top = {at: row.num_top for at, row in rows.items() if row.num_top is not None}
         if choice.num_top:
@@ -64,6 +65,14 @@ class LateChoices:
             choice.measured = measure(logits, flight.ids_of(places), max(choice.num_top.values())).to_host()
         flight.send()
         return choice
+
+    def _late_rows(self, batch: list[Sequence]) -> dict[int, Row]:
+        rows = self._sampler.late
+        if not rows:
+            return {}
+        known = {at: rows[one.key] for at, one in enumerate(batch) if one.key in rows}
+        running = SequenceStatus.RUNNING
+        return {at: row for at, row in known.items() if batch[at].state is running and not row.is_simple}
 
     def _edit(self, flight: Flight, rows: dict[int, Sequence], choice: LateChoice) -> None:
         places = send(np.array(list(rows)), flight.logits.device)
@@ -75,18 +84,15 @@ class LateChoices:
     def accept(self, flight: Flight, batch: list[Sequence], choice: LateChoice) -> Sampled:
         """Wait for the tokens and have the sampler take them."""
         tokens = flight.read()
-        sampled = Sampled(tokens, [None] * len(batch), dict(choice.errors))
-        for at, sequence in _running(batch):
+        sampled = Sampled(tokens, [None] * len(batch), choice.errors)
+        for at, sequence in enumerate(batch):
+            if sequence.state is not SequenceStatus.RUNNING or at in choice.errors:
+                continue
             try:
-                if at not in choice.errors:
-                    self._sampler.accept(sequence.key, tokens[at])
+                self._sampler.accept(sequence.key, tokens[at])
             except BiremeError as error:
                 sampled.errors[at] = error
         if choice.measured is not None:
             for (at, count), entry in zip(choice.num_top.items(), choice.measured.read(), strict=True):
                 sampled.logprobs[at] = entry[: 1 + count]
         return sampled
-
-
-def _running(batch: list[Sequence]) -> list[tuple[int, Sequence]]:
-    return [(at, sequence) for at, sequence in enumerate(batch) if sequence.state is SequenceStatus.RUNNING]
