@@ -32,6 +32,7 @@ import yaml
 
 from bireme.errors import ConfigError
 from bireme.stop_signals import on_stop_signal
+from tools import clients
 from tools.sweeping import loads, report
 from tools.sweeping.gpus import Clocks
 from tools.sweeping.launch import Stop, StoppedError
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.plan:
             return GOOD
         for load in dict.fromkeys(cell.load for cell in results.left(plan)):
+            if not loads.is_made(load):
+                say(f"{load}: put into {clients.ENVIRONMENTS / load}, which takes minutes at the first time")
             loads.prepare(load)
         if options.resume:
             results.keep(plan)
@@ -64,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"sweep: {error}", file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:  # nothing is measured yet
+        return STOPPED
     stop = Stop()
     with on_stop_signal(lambda number: stop.set()):
         return measured(plan, results, stop)

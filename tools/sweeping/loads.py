@@ -37,6 +37,11 @@ class Target:
     tokenizer: str  # folder, or hub id
 
 
+def is_made(load: str) -> bool:
+    """Return whether `prepare` has little to do."""
+    return load != "aiperf" or (clients.ENVIRONMENTS / "aiperf").exists()
+
+
 def prepare(load: str) -> None:
     """See that a load can run; make the environment of one that has its own. Raises ConfigError."""
     if load == "bireme" and importlib.util.find_spec("aiohttp") is None:

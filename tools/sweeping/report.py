@@ -59,7 +59,8 @@ def sentences(ways: Mapping[str, Sequence[OperatingPoint]], unit: str, equal_wit
         return [f"Nothing {missing} is in this sweep; name such a recipe as well to have both compared."]
     one, other = (Way(kind, points) for kind, points in ways.items())
     told = verdict(one, other, unit, equal_within)
-    if pair := most_apart(front(one.points), front(other.points)):
+    pair = most_apart(front(one.points), front(other.points))
+    if pair is not None and pair[2] > 1 + equal_within:
         first, second, ratio = pair
         better, other_point = (first, second) if first.per_gpu >= second.per_gpu else (second, first)
         told.append(
