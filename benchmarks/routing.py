@@ -58,6 +58,7 @@ class Answered:
     """One request's figures."""
 
     ttft_s: float
+    total_s: float  # until its last token
     prompt_tokens: int
     cached_tokens: int
     predicted_tokens: int | None
@@ -243,7 +244,7 @@ async def ask(channel: GrpcChannel, prompt: list[int], num_tokens: int, mode: st
     }
     if mode is not None:
         inputs["routing"] = json.dumps({"mode": mode}).encode()
-    began, first, ids, usage = time.monotonic(), 0.0, list[int](), dict[str, Any]()
+    began, first, last, ids, usage = time.monotonic(), 0.0, 0.0, list[int](), dict[str, Any]()
     call = channel.stream()
     await call.write(infer_request("generate", inputs))
     await call.done_writing()
@@ -252,15 +253,16 @@ async def ask(channel: GrpcChannel, prompt: list[int], num_tokens: int, mode: st
             raise SystemExit(f"a request failed: {response.error_message}")
         outputs: Tensors = outputs_of(response.infer_response)
         if "output_ids" in outputs and outputs["output_ids"].size:
-            first = first or time.monotonic()
+            last = time.monotonic()
+            first = first or last
             ids += outputs["output_ids"].tolist()
         if "usage" in outputs and outputs["usage"].size and (text := bytes(outputs["usage"].reshape(-1)[0])):
             usage = json.loads(text)
     if not usage or len(ids) != num_tokens:
         raise SystemExit(f"a request ended with {len(ids)} of {num_tokens} tokens")
     return Answered(
-        first - began, usage["prompt_tokens"], usage["cached_tokens"], usage["predicted_cached_tokens"],
-        usage["decode_worker"], ids,
+        first - began, last - began, usage["prompt_tokens"], usage["cached_tokens"],
+        usage["predicted_cached_tokens"], usage["decode_worker"], ids,
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--servers", "1", "--prefixes", "1", "--turns", "2", "--prefix-tokens", "64", "--question-tokens", "8"),
         *("--answer-tokens", "2", "--rounds", "1", "--herd", "4", "--step-ms", "1"),
     ),
+    "benchmarks/simulator_check.py": ("--layouts", "1:1", "--loads", "light", "--seconds", "3"),
     "benchmarks/step_records.py": ("--quick",),
     "benchmarks/short_prompts.py": ("--requests", "5", "--starts", "1"),
     "benchmarks/structural_tags.py": (

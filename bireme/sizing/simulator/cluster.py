@@ -337,6 +337,7 @@ class Cluster:
         service.end_s = at
         self._num_left -= 1
         outcome, request, settings = self._outcome, service.request, self._settings
+        outcome.requests.append(request)
         outcome.ttft_s.append(service.ttft_s)
         outcome.itl_s.append(service.itl_s)
         outcome.num_prompt_tokens += request.num_prompt

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bireme.sizing.simulator.trace import SimulatedRequest
+
 
 @dataclass(slots=True)
 class StageUse:
@@ -28,6 +30,7 @@ class Outcome:
     """What one mode did with a trace. Seconds and tokens."""
 
     mode: str
+    requests: list[SimulatedRequest] = field(default_factory=list)  # in the order of their ends, as the next two
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)  # a request's mean
     num_prompt_tokens: int = 0
