@@ -30,22 +30,23 @@ from msgspec import UNSET
 from bireme.config import MockerConfig
 from bireme.errors import ConfigError
 from bireme.kv.wire.step_records import StepRecord
-from bireme.settings import Duration, NotNegative
+from bireme.settings import Duration, NotNegative, Positive
 
 FORMAT = "bireme.step_times.v1"
 MAX_POINTS = 100_000
 _DATA = Path(__file__).with_name("data")
-_MOST_KNOTS = 12
+_APART = 1.5  # bends of a line
 _BINS_PER_OCTAVE = 4
 _FEW = 3  # records that are needed for a point
 Columns = npt.NDArray[np.float64]
 
 
-class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
+class StepPoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode_rows: NotNegative
     prefill_tokens: NotNegative
     context_tokens: NotNegative
     ms: Duration
+    steps: Positive = 1  # of which this is the median
     prompts: NotNegative = 0  # of which this step computes the beginning
     # Of the context, what prompts read; None: all where nothing decodes, else nothing
     prefill_context_tokens: NotNegative | None = None
@@ -74,7 +75,7 @@ class TransferTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 NO_TRANSFER = TransferTimes()
 
 
-class StepTable(msgspec.Struct, frozen=True, kw_only=True):
+class StepTable(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A file of step times. Fields that are not known here are left out."""
 
     format: str
@@ -182,7 +183,11 @@ class StepTimes:
             raise ConfigError(f"{path}: {error}") from error
 
     def write(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self.table)) + b"\n")
+        """Write a line a point."""
+        encode = msgspec.json.encode
+        head = encode(msgspec.structs.replace(self.table, points=[])).replace(b',"points":[]', b"")
+        points = b",\n  ".join(map(encode, self.table.points))
+        path.write_bytes(head[:-1] + b',\n"points": [\n  ' + points + b"\n]}\n")
 
 
 def published() -> list[str]:
@@ -205,7 +210,8 @@ def _fitted(table: StepTable, points: Sequence[StepPoint]) -> StepTimes:
         ]
     )
     times = _column(points, "ms")
-    terms = least_squares(design / times[:, None], np.ones(len(points)))
+    weights = np.sqrt(_column(points, "steps"))
+    terms = least_squares(design * (weights / times)[:, None], weights)
     error = float(np.median(np.abs(design @ terms / times - 1.0)))
     least, *slopes = terms.tolist()
     num_rows, num_tokens = len(row_knots), len(token_knots)
@@ -223,13 +229,13 @@ def _column(points: Sequence[StepPoint], name: str) -> Columns:
 
 
 def _knots(values: Columns) -> list[float]:
-    """Return where the line may bend."""
-    distinct = np.unique(values[values > 0])
-    if len(distinct) > _MOST_KNOTS:
-        places = np.linspace(0, len(distinct) - 1, _MOST_KNOTS).round().astype(int)
-        distinct = distinct[places]
-    found: list[float] = distinct.tolist()
-    return found
+    """Return where the line may bend: each at least half as much again as the one before, and the largest."""
+    distinct: list[float] = np.unique(values[values > 0]).tolist()
+    found: list[float] = []
+    for value in distinct[:-1]:
+        if value >= _APART * (found[-1] if found else 0.0) and _APART * value <= distinct[-1]:
+            found.append(value)
+    return found + distinct[-1:]
 
 
 def _pieces(values: Columns, knots: Sequence[float]) -> Iterable[Columns]:
@@ -287,7 +293,8 @@ def _median(alike: Sequence[StepPoint]) -> StepPoint:
     values: Mapping[str, Any] = {
         name: float(np.median([getattr(point, name) for point in alike])) for name in StepPoint.__struct_fields__
     }
-    return StepPoint(**{name: value if name == "ms" else round(value) for name, value in values.items()})
+    point = {name: value if name == "ms" else round(value) for name, value in values.items()}
+    return StepPoint(**point | {"steps": len(alike), "ms": round(point["ms"], 4)})
 
 
 _decode_record = msgspec.json.Decoder(StepRecord).decode

@@ -152,9 +152,9 @@ def test_a_line_that_is_no_record_is_named(tmp_path, capsys):
 
 
 def test_published_tables_are_followed_by_their_rule():
-    assert "h100-8b-bf16" in published()
+    assert {"h100-8b-bf16", "tiny-chat-cpu"} <= set(published())
     for name in published():
         times = StepTimes.read(name)
-        assert times.error < 0.1 and times.table.source and times.table.machine
+        assert times.error < 0.25 and times.table.source and times.table.machine
     with pytest.raises(ConfigError, match=r"none: No such file or directory; a file, or one of .*h100-8b-bf16"):
         StepTimes.read("none")
