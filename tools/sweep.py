@@ -42,11 +42,19 @@ from tools.sweeping.runner import Estimate, Sweep, settle
 
 GOOD, FAILED, WRONG, STOPPED = 0, 1, 2, 130
 _LISTS = {"lengths": str, "concurrency": int, "rates": float, "loads": str}  # options of the matrix
-_VALUES = {
-    "requests_per_stream": int, "warmup_per_stream": int, "repeats": int, "rate_seconds": float,
-    "ready_timeout_s": float, "cell_timeout_s": float, "gpu_clock_mhz": int, "seed": int, "expect_itl_ms": float,
-    "ttft_ms": float, "itl_ms": float,
-}  # fmt: skip
+_VALUES: dict[str, tuple[type, str]] = {
+    "requests_per_stream": (int, "measured for each request under way; default 10"),
+    "warmup_per_stream": (int, "sent before, for each request under way; default 2"),
+    "rate_seconds": (float, "of requests at a rate; default 30"),
+    "repeats": (int, "of every cell, in turns; default 1"),
+    "ttft_ms": (float, "of nine of ten requests: a cell beyond does not count for the fronts; default: any does"),
+    "itl_ms": (float, "the same of the mean gap between a request's tokens"),
+    "ready_timeout_s": (float, "for a launch to come up; default 600"),
+    "cell_timeout_s": (float, "for one load; default 900"),
+    "gpu_clock_mhz": (int, "locked while the sweep runs, where nvidia-smi may; default: as it is"),
+    "seed": (int, "of the first cell's prompts; default 100"),
+    "expect_itl_ms": (float, "of a token, for the first estimate of minutes alone; default 20"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,8 +220,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", metavar="N,N", help="requests under way at any time")
     parser.add_argument("--rates", metavar="R,R", help="requests a second, at random times")
     parser.add_argument("--loads", metavar="NAME,NAME", help="aiperf, bireme; default both")
-    for name, kind in _VALUES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
+    for name, (kind, meaning) in _VALUES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=meaning)
     parser.add_argument("--out", metavar="FOLDER", help="of the results; default: a new one in out/")
     parser.add_argument("--resume", metavar="FOLDER", help="go on with the sweep that is there")
     parser.add_argument("--plan", action="store_true", help="show the plan and measure nothing")
