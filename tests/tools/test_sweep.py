@@ -19,7 +19,7 @@ from tools import sweep
 from tools.sweeping import gpus, launch, loads, report
 from tools.sweeping.launch import LaunchFailedError, Stop, StoppedError, Wait, run_load
 from tools.sweeping.loads import LoadFailedError, Target
-from tools.sweeping.matrix import Cell, make_plan
+from tools.sweeping.matrix import Cell, make_plan, read_matrix
 from tools.sweeping.results import Results, Run
 from tools.sweeping.runner import Estimate
 
@@ -96,6 +96,13 @@ def test_the_command_line_says_over_the_file_what_is_swept(tmp_path):
     options = sweep.parse(["--matrix", str(tmp_path / "matrix.yaml"), "--concurrency", "1,2", "--rate-seconds", "3"])
     plan = make_plan(sweep.tree_of(options), "matrix.yaml")
     assert (plan.matrix.concurrency, plan.matrix.seed, plan.matrix.rate_seconds) == ((1, 2), 5, 3.0)
+
+
+def test_the_matrix_that_the_page_shows_is_a_plan(tmp_path):
+    (shown,) = re.findall(r"```yaml\n(deployments:.*?)```", (CHECKOUT / "docs" / "sizing.md").read_text(), re.DOTALL)
+    (tmp_path / "matrix.yaml").write_text(shown)
+    plan = make_plan(read_matrix(str(tmp_path / "matrix.yaml")), "docs/sizing.md")
+    assert len(plan.deployments) == 4 and len(plan.cells) == 4 * 2 * 3
 
 
 @pytest.mark.parametrize(
