@@ -23,15 +23,19 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
 from benchmarks.engine_gpu import SHAPES, write_config
 from benchmarks.options import numbers
