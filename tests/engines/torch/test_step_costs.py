@@ -11,6 +11,7 @@ import torch
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepTime, StepWork
 from bireme.engines.torch.scheduling.step_prices import prices_of
 from bireme.engines.torch.scheduling.step_times import StepTimesFile
+from bireme.sizing.step_times import StepTimes
 
 DECODE = StepWork(16, 0, 16 * 300)
 FAST, SLOW = 1.0, 40.0
@@ -101,7 +102,7 @@ def test_memory_is_bounded():
     assert len(costs.points()) <= 256
 
 
-def test_the_file_is_read_by_the_next_start_of_the_same_engine_alone(learned, tmp_path, caplog):
+def test_the_file_is_read_by_the_next_start_of_the_same_engine_and_the_simulator(learned, machine, tmp_path, caplog):
     path, device = tmp_path / "decode.step_times.json", torch.device("cpu")
     kept = StepTimesFile(path, device, "model")
     assert kept.read() == []
@@ -110,6 +111,9 @@ def test_the_file_is_read_by_the_next_start_of_the_same_engine_alone(learned, tm
     told = json.loads(path.read_bytes())
     assert told["format"] == "bireme.step_times.v1" and told["engine"] == "torch" and told["machine"]
     assert {"decode_rows", "prefill_tokens", "context_tokens", "ms"} < told["points"][0].keys()
+    assert StepTimes.read(str(path)).step_ms(16, context=16 * 300) == pytest.approx(
+        1e3 * seconds(DECODE, machine), rel=0.1
+    )
     again = StepCosts(StepTimesFile(path, device, "model").read())
     for work in (DECODE, prompt(64), prompt(700), prompt(500, before=2000)):
         assert again.usual_s(work) == pytest.approx(learned.usual_s(work), rel=0.1)

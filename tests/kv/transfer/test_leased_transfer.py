@@ -168,6 +168,16 @@ def test_neither_side_counts_a_canary_s(prefill, decode):
         check_counts_of_one(side, 20)
 
 
+def test_what_fetches_take_is_learned_but_for_canaries(prefill, decode):
+    for num_tokens in (10, 20, 40):
+        assert decode.fetch(prefill.export(num_tokens)).result() is None
+    assert decode.transfer.line_ms is None
+    assert decode.fetch(prefill.export(20)).result() is None
+    wait_until(lambda: decode.transfer.line_ms is not None)
+    start, slope = decode.transfer.line_ms
+    assert start + 40 * slope > 0 and prefill.transfer.line_ms is None
+
+
 def check_counts_of_one(side, num_tokens):
     """Once a side has counted a transfer of so many tokens, it has counted no other."""
     counted, numbers = [], []

@@ -6,14 +6,13 @@ from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.kv.wire.event_wire import PRICED_TOKENS, WorkerPrices
 
 NOTHING = StepWork(0, 0, 0)
-_FEWEST_STEPS = 16
 
 
 def prices_of(
     costs: StepCosts, beside: StepWork, step_tokens: int, transfer_ms: tuple[float, float] | None
 ) -> WorkerPrices | None:
-    """`step_tokens`: the most of a step. None: the engine has not computed a prompt, or next to nothing."""
-    if not costs.most_prefill or len(costs.points()) < 2 and costs.num_landed < _FEWEST_STEPS:
+    """`step_tokens`: the most of a step. None: the engine has not computed a prompt."""
+    if not costs.most_prefill:
         return None
     step_s = costs.usual_s(beside)
     added: list[float] = []
