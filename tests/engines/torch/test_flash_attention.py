@@ -170,6 +170,7 @@ def test_other_heads_and_other_numbers_are_torchs_own(open_with, monkeypatch):
     assert module.calls == [] and heads == [Heads(HEADS, NUM_KV, 32), Heads(HEADS, NUM_KV, 16)]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled take no rows of a CPU")
 def test_softcap_and_float32_go_by_kernels_of_our_own(open_with):
     module = StandInFa3()
     flash = open_with(module)
@@ -205,7 +206,7 @@ def test_an_engine_computes_long_prompts_the_same_with_the_wheel_and_without(tmp
             assert engine.core._parts.forward.prompt_attention == names
             result = engine.submit(request(prompt, 1, prompt_logprobs=0))
             assert result.finish.error == ""
-            return torch.tensor([entry.logprob for entry in result.prompt_logprobs])
+            return torch.tensor([entry[0][1] for entry in result.prompt_logprobs])
 
     found = logprobs(["fa3", "torch", "packed"])
     monkeypatch.setattr(flash_attention, "import_fa3", lambda: None)
