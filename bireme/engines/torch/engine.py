@@ -164,9 +164,10 @@ class TorchEngine(EncodeSide):
         self._step_began_at = time.monotonic()
         try:
             has_run = core.step()
+            self._publish(core)  # before what the next tokens are chosen from is looked for: guides may take a while
+            core.choose()
         finally:
             self._step_began_at = 0.0
-        self._publish(core)
         if has_run:
             self._ran_at = time.monotonic()
         else:

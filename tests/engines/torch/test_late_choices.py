@@ -149,6 +149,16 @@ def test_edits_that_leave_nothing_are_named_and_others_go_on(ahead, landed):
     assert told(beside) == landed[3]
 
 
+def test_a_choice_that_fails_ends_its_step_s_requests_and_no_later_ones(ahead, landed, monkeypatch):
+    engine, _ = ahead
+    engine.settle()
+    with monkeypatch.context() as changed:
+        changed.setattr(engine.core._late, "choose", lambda flight, batch: 1 / 0)
+        failed = engine.submit(asked(3))
+        assert "ZeroDivisionError" in failed.finish.error
+    assert told(engine.submit(asked(9))) == landed[9]
+
+
 def test_late_rows_that_are_aborted_leave_nothing(ahead, landed):
     (engine, _), moments = ahead, random.Random(1)
     kept = engine.submit(asked(9))

@@ -151,6 +151,20 @@ class EngineCore:
         self._end_turn()
         return True
 
+    def choose(self) -> None:
+        """Choose what the step under way could not: its tokens' predecessors are known, and may be on their way first.
+
+        Raises BrokenEngineError. `step` does it before the next one where nobody has.
+        """
+        started = self._started
+        if started is None or started.needs_host or started.choice is not None:
+            return
+        try:
+            self._choose(started)
+        except Exception as error:
+            self._started = None
+            self._fail_step(started.plan, error)
+
     def _plan(self, now: float) -> SchedulerOutput:
         planned, self._planned = self._planned, None
         if planned is not None:
@@ -257,7 +271,6 @@ class EngineCore:
     def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
         """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""
         started = self._start(plan, began)
-        self._choose(started)
         if started.needs_host or not self._parts.limits.overlaps:
             self._land(started)
         else:
@@ -265,6 +278,8 @@ class EngineCore:
 
     def _go_on(self, started: _Started, began: float) -> None:
         self._started = None
+        if started.choice is None and not started.needs_host:
+            self._choose(started)
         following = None if started.needs_host else self.scheduler.follow(started.plan)
         if following is not None:
             self._begin(following, began)
@@ -277,8 +292,6 @@ class EngineCore:
             self._arrivals.start(following, began)
             self._arrivals.start(self.scheduler.admit_imports(), began)
         self._land(started)
-        if self._started is not None and not self._started.needs_host:
-            self._choose(self._started)
 
     def _start(self, plan: SchedulerOutput, began: float, ahead: int = 0) -> _Started:
         chosen, sampler = self._parts.forward.resident_for(plan), self._parts.sampler
