@@ -17,7 +17,9 @@ from bireme.engines.torch import kernels
 from bireme.engines.torch.forward import decoder_weights, graphs, sized_graphs
 from bireme.engines.torch.forward import forward as forward_module
 from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes
+from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.forward import Forward
+from bireme.engines.torch.forward.fused_decoder import FusedDecoder
 from bireme.engines.torch.forward.graphs import capture
 from bireme.engines.torch.forward.mixed_steps import _SIZES
 from bireme.engines.torch.forward.modules import Modules
@@ -287,6 +289,21 @@ def test_steps_go_on_without_graphs_that_cannot_be_made_or_compute_something_els
     forward.make_first_graphs(60.0)
     assert sorted(made.made) == [2] and engine.run([request(PROMPTS[2], 3)]) == expected
     assert [line.getMessage() for line in caplog.records] == [f"graph_off size=1 reason={reason}"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "windows", "expected"),
+    [
+        ("mistral", {}, [0, 0, 0, 0], 1),
+        ("gemma2", KINDS["gemma2"], [10, 0, 10, 0], 2),
+        ("gemma3_text", {}, [10, 10, 10, 0], 4),
+        ("qwen3_moe", KINDS["qwen3_moe"] | {"mlp_only_layers": [2]}, [0, 0, 0, 0], 3),
+    ],
+)
+def test_a_graph_is_warmed_by_as_many_layers_as_hold_all_kinds(family, changes, windows, expected):
+    model = tiny_models.build(family, **(SMALL | changes | {"num_hidden_layers": 4}))
+    store = Mock(windows=windows, group_of=range(4), dtype=torch.float32)
+    assert FusedDecoder(decoder_weights.fuse(model, 24), store, FlashAttention()).num_kinds == expected
 
 
 class Clocked(SizedGraphs):

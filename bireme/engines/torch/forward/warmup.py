@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 _CHECKED_TOKENS = 40
 _MOST_ERROR = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # relative; bf16's own is 0.04
 _MOST_ERROR_OF_EXPERTS = 0.3  # in bf16, where a rounding decides between two experts that are about as likely
-# Enough to choose kernels and grow the allocator; a full budget would take seconds, as would these on a CPU.
-_MOST_TOKENS = {"cuda": 512, "cpu": 64}
+# Enough to choose kernels and grow the allocator; more than steps that are graphs have. A full budget may take seconds,
+# as would these on a CPU.
+_MOST_TOKENS = {"cuda": 1024, "cpu": 64}
 
 
 @dataclass(frozen=True, slots=True)
