@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 
@@ -10,7 +11,7 @@ import pytest
 from bireme.text.parsers import TOOLS
 from tests.text.parsers.answers import render_calls
 from tests.text.parsers.damage import cases, marks_of
-from tests.text.parsers.test_parsers import calls_of, content_of, parse
+from tests.text.parsers.test_parsers import calls_of, content_of, joined, make, parse
 
 ROUNDS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else 2  # with other arguments and letters
 NUM_CASES = 4_000 * ROUNDS
@@ -41,13 +42,15 @@ def test_the_damaged_calls_are_many():
 @pytest.mark.parametrize("value", ["a </b>", "two\nlines"])
 def test_an_answer_that_ends_anywhere_leaves_no_mark_in_a_value(tools, value):
     text = render_calls(tools, [("weather", {"city": value, "days": 3})])
+    letters, found = make(tools=tools), []  # has taken all before, a letter at a time
     for at in range(len(text)):
-        for is_cut in (False, True):
+        for is_cut in (True, False):
             events = parse(text[:at], is_cut=is_cut, tools=tools)
-            assert parse(text[:at], 1, is_cut, tools=tools) == events
-        for _, arguments in calls_of(parse(text[:at], tools=tools)):
+            assert joined(found + copy.deepcopy(letters).close(is_cut)) == events
+        for _, arguments in calls_of(events):
             assert value.startswith(arguments.get("city", "")), at
             assert arguments.get("days", 3) in (3, "3", ""), at
+        found += letters.feed(text[at])
 
 
 PROSE = [
