@@ -59,10 +59,13 @@ class BaseLLM:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """None where it is left out, or the model's folder has none."""
-        from transformers import AutoTokenizer
-
         if self.args.skip_tokenizer_init:
             return None
+        from tensorrt_llm._model import import_transformers
+
+        import_transformers()
+        from transformers import AutoTokenizer
+
         try:
             return AutoTokenizer.from_pretrained(self.args.model, local_files_only=True)
         except (OSError, ValueError):
@@ -79,11 +82,9 @@ class BaseLLM:
     def _load(self) -> None:
         import torch
 
-        from bireme.engines.torch.weights.lean_imports import import_transformers
         from tensorrt_llm import _model
         from tensorrt_llm._executor import Executor
 
-        import_transformers()  # its whole would be half of the CPU that this engine's start takes
         folder = Path(self.args.model)
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder}: no config.json")

@@ -23,6 +23,13 @@ _PLAIN = {
 }
 
 
+def import_transformers() -> None:
+    """Where it is needed and as far: its whole would be half of the CPU that an engine's start takes."""
+    from bireme.engines.torch.weights import lean_imports
+
+    lean_imports.import_transformers()
+
+
 def load(folder: Path, dtype: torch.dtype) -> Llama | Transformers | Pictured:
     tree = json.loads((folder / "config.json").read_text())
     rope = tree.get("rope_parameters", {})
@@ -129,6 +136,7 @@ class Transformers:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         """Raises OSError, ValueError or RuntimeError."""
+        import_transformers()
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
@@ -149,6 +157,7 @@ class Pictured(Transformers):
     """A model that sees: the embeddings of a prompt's pictures stand in place of tokens."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        import_transformers()
         from transformers import AutoModelForImageTextToText
 
         self._model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()

@@ -124,6 +124,9 @@ class Guide:
 
 
 def make_compiler(folder: str, vocab_size: int) -> Any:
+    from tensorrt_llm._model import import_transformers
+
+    import_transformers()
     import xgrammar
     from transformers import AutoTokenizer
 
