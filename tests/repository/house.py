@@ -52,10 +52,14 @@ def _walk(node: ast.AST, *, is_lazy: bool, is_for_types: bool) -> Iterator[Impor
             yield from _walk(child, is_lazy=is_lazy or in_function, is_for_types=is_for_types or checks_types)
 
 
-def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
+def functions_of(path: Path) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    return tuple(node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def name_of(path: Path) -> str:

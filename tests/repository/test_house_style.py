@@ -8,7 +8,7 @@ import re
 import pytest
 
 from bireme.metrics import TABLE
-from tests.repository.house import CHECKOUT, MODULES, functions_of, name_of, tree_of
+from tests.repository.house import CHECKOUT, MODULES, functions_of, name_of, nodes_of, tree_of
 
 MAX_FILE_LINES = 700
 VAGUE = {"utils", "util", "helper", "helpers", "misc", "common", "manager2", "data", "info"}
@@ -43,7 +43,7 @@ def test_file_names_are_nouns_that_say_something():
 def test_a_class_name_stands_for_one_thing():
     homes: dict[str, list[str]] = {}
     for path in MODULES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(f"{name_of(path)}:{node.lineno}")
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
@@ -107,7 +107,7 @@ def test_nothing_runs_what_it_reads():
     found = [
         f"{name_of(path)}:{node.lineno} {ast.unparse(node.func)}"
         for path in PROGRAMS
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in RUNS_WHAT_IT_READS
     ]
     assert found == []
@@ -117,7 +117,7 @@ def test_no_bare_except():
     found = [
         f"{name_of(path)}:{node.lineno}"
         for path in PROGRAMS
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
     assert found == []
@@ -129,7 +129,7 @@ def test_no_print_in_the_package():
         f"{name_of(path)}:{node.lineno}"
         for path in MODULES
         if "launch" not in path.parts
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
     ]
     assert found == []
@@ -140,7 +140,7 @@ def test_every_metric_that_code_changes_is_in_the_table(method):
     unknown = [
         f"{name_of(path)}:{node.lineno} {node.args[0].value}"
         for path in MODULES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == method

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from bireme.engine_kinds import ENGINE_KINDS, EngineName
-from tests.repository.house import CHECKOUT, MODULES, PACKAGE, imports_of, name_of, tree_of
+from tests.repository.house import CHECKOUT, MODULES, PACKAGE, imports_of, name_of, nodes_of
 
 # Lower may not import higher. Modules of one row may import each other.
 ROWS = (
@@ -156,7 +156,7 @@ def test_no_code_but_its_own_asks_for_an_engine_by_its_name():
         f"{name_of(path)}:{node.lineno}"
         for path in [*MODULES, *sorted((CHECKOUT / "tools").rglob("*.py"))]
         if not any(PACKAGE / "engines" / name in path.parents for name in get_args(EngineName))
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Compare) and "engine" in ast.unparse(node)
         if any(ast.unparse(part) in ENGINE_NAMES for part in ast.walk(node))
     ]

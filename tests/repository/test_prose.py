@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.repository.house import CHECKOUT, MODULES, PACKAGE, name_of, tree_of
+from tests.repository.house import CHECKOUT, MODULES, PACKAGE, name_of, nodes_of
 
 MAX_SENTENCE_WORDS = 40
 # Words of docstrings per 1,000 lines: what a caller must know, and no more.
@@ -19,7 +19,7 @@ LIST_MARK = re.compile(r"^\s*([*-]|\d+\.)\s")
 
 def docstrings_of(path):
     """Yield who says it, and what."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
             yield f"{name_of(path)}:{getattr(node, 'name', '1')}", text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+from functools import cache
 
 from tests.repository.house import MODULES, PACKAGE, functions_of, imports_of, name_of
 
@@ -27,6 +28,7 @@ def own_nodes(function):
                 left.append(node)
 
 
+@cache
 def num_branches(function):
     """Count as cyclomatic complexity does: each condition, loop, handler, case and operand."""
     count = 1
