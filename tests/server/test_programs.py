@@ -115,6 +115,7 @@ def test_step_records_tells_what_one_costs(run):
     assert found["rows"][0]["recorded_us"] > 0 and found["sent_us"] > 0
 
 
+@pytest.mark.soak
 def test_structural_tags_are_measured_beside_answers_without_them(run):
     figures = next(line for line in run("benchmarks/structural_tags.py").stdout.splitlines() if line.startswith("{"))
     found = json.loads(figures)

@@ -130,7 +130,8 @@ def serving(recipe, log, *options):
         yield served
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)  # the second one: at once; the last test ends one in order
             process.wait(LIMIT_S)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import signal
 from pathlib import Path
 
 from tests.openai.certificates import write_pair
@@ -50,6 +51,7 @@ class SharedGenerations:
 
     def end(self) -> None:
         for process in self._processes:
-            process.terminate()
+            process.send_signal(signal.SIGINT)
+            process.terminate()  # the second one: at once
         for process in self._processes:
             process.wait(END_S)
