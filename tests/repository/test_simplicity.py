@@ -28,7 +28,6 @@ def own_nodes(function):
                 left.append(node)
 
 
-@cache
 def num_branches(function):
     """Count as cyclomatic complexity does: each condition, loop, handler, case and operand."""
     count = 1
@@ -41,10 +40,15 @@ def num_branches(function):
     return count
 
 
+@cache
+def branches_in(path):
+    """Return how many each function has, by its place."""
+    return {f"{name_of(path)}:{node.lineno} {node.name}": num_branches(node) for node in functions_of(path)}
+
+
 def functions_above(limit, paths):
     """Return each function with more branches, by its place, and how many it has."""
-    places = {f"{name_of(path)}:{node.lineno} {node.name}": node for path in paths for node in functions_of(path)}
-    return {place: count for place, node in places.items() if (count := num_branches(node)) > limit}
+    return {place: count for path in paths for place, count in branches_in(path).items() if count > limit}
 
 
 def test_branches_are_counted_as_written_here():
