@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 EQUAL_WITHIN = 0.05  # of each other: what two runs of one cell differ by on a quiet machine
+_ROUNDING = 1e-9
 Winner = Literal["first", "second", "equal", "first_only", "second_only"]
 
 
@@ -72,9 +73,14 @@ def most_apart(
 def compare(
     first: Iterable[OperatingPoint], second: Iterable[OperatingPoint], equal_within: float = EQUAL_WITHIN
 ) -> list[Stretch]:
-    """Return where which is better, from the smallest promise to the largest that one of both keeps."""
+    """Return where which is better, from the smallest promise to the largest that one of both keeps.
+
+    `equal_within`: a share, of tokens/s a user and a GPU. A point that misses a promise by less may keep it when it
+    is measured again; the other is better only if it is better than that point as well.
+    """
     fronts = front(first), front(second)
-    bounds = sorted({point.per_user for points in fronts for point in points})
+    kept = {point.per_user for points in fronts for point in points}
+    bounds = sorted(kept | {late for one in kept if (late := one * (1 + equal_within)) < max(kept)})
     steps = [_step(*fronts, above, up_to, equal_within) for above, up_to in itertools.pairwise([0.0, *bounds])]
     stretches: list[Stretch] = []
     for step in steps:
@@ -88,19 +94,15 @@ def compare(
 def _step(
     first: Sequence[OperatingPoint], second: Sequence[OperatingPoint], above: float, up_to: float, equal_within: float
 ) -> Stretch:
-    one, other = best_at(first, up_to), best_at(second, up_to)
-    if other is None:
-        assert one is not None
-        return Stretch(above, up_to, "first_only", points=(one.name,))
-    if one is None:
-        return Stretch(above, up_to, "second_only", points=(other.name,))
-    ratio = one.per_gpu / other.per_gpu if other.per_gpu else float("inf")
-    if 1 / (1 + equal_within) <= ratio <= 1 + equal_within:
-        return Stretch(above, up_to, "equal")
-    if ratio > 1:
-        return Stretch(above, up_to, "first", ratio, ratio, (one.name,))
-    ratio = 1 / ratio if ratio else float("inf")
-    return Stretch(above, up_to, "second", ratio, ratio, (other.name,))
+    missed_by_little = up_to / (1 + equal_within) * (1 - _ROUNDING)
+    for points, others, winner in ((first, second, "first"), (second, first, "second")):
+        best, rival = best_at(points, up_to), best_at(others, missed_by_little)
+        if best is not None and rival is None:
+            return Stretch(above, up_to, cast(Winner, f"{winner}_only"), points=(best.name,))
+        if best is not None and rival is not None and best.per_gpu > rival.per_gpu * (1 + equal_within):
+            ratio = best.per_gpu / rival.per_gpu if rival.per_gpu else float("inf")
+            return Stretch(above, up_to, cast(Winner, winner), ratio, ratio, (best.name,))
+    return Stretch(above, up_to, "equal")
 
 
 def _joined(one: Stretch, next_one: Stretch) -> Stretch:

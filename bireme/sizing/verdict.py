@@ -24,8 +24,7 @@ def verdict(first: Way, second: Way, unit: str = "GPU", equal_within: float = EQ
     sentences = []
     for stretch in compare(first.points, second.points, equal_within):
         if stretch.winner == "equal":
-            equal = f"{first.name} and {second.name} are equal within {equal_within:.0%} of tokens/s a {unit}"
-            sentences.append(f"{_where(stretch)}: {equal}.")
+            sentences.append(f"{_where(stretch)}: {first.name} and {second.name} are equal within {equal_within:.0%}.")
         else:
             sentences.append(_better(stretch, first.name, second.name, unit))
     return sentences

@@ -40,11 +40,19 @@ def test_points_below_what_a_user_must_get_do_not_count_for_the_ratio():
 def test_where_which_is_better_is_told_from_the_smallest_promise_to_the_largest():
     found = compare(points((10, 200), (20, 100), (40, 20)), points((12, 100), (25, 99), (30, 40)))
     assert [(one.above, one.up_to, one.winner) for one in found] == [
-        (0, 10, "first"), (10, 20, "equal"), (20, 30, "second"), (30, 40, "first_only"),
+        (0, 10, "first"), (10, 21, "equal"), (21, 30, "second"), (30, 31.5, "equal"), (31.5, 40, "first_only"),
     ]  # fmt: skip
     assert (found[0].ratio_low, found[0].ratio_high) == (2.0, 2.0)
     assert (found[2].ratio_low, found[2].ratio_high) == pytest.approx((2.0, 99 / 20))
     assert found[2].points == ("25/99", "30/40")
+
+
+def test_a_promise_that_is_missed_by_little_makes_nobody_better():
+    """Of two alike the one whose user was a little faster would else win by the whole step of the staircase."""
+    (found,) = compare(points((187, 620), (199, 96)), points((195, 614), (197, 95)))
+    assert found.winner == "equal"
+    (found,) = compare(points((187, 620), (199, 96)), points((195, 714), (197, 95)))[:1]
+    assert (found.winner, found.points) == ("second", ("195/714",))
 
 
 def test_one_that_makes_nothing_does_not_break_the_comparison():
@@ -60,11 +68,11 @@ def test_each_stretch_is_a_sentence_that_names_who_is_better_by_how_much_and_by_
     assert told == [
         "Up to 10.0 tokens/s for each user: aggregated is better, 2.00 times the tokens/s a GPU of disaggregated"
         " (10/200).",
-        "Above 10.0, up to 20.0 tokens/s for each user: aggregated and disaggregated are equal within 5% of tokens/s a"
-        " GPU.",
-        "Above 20.0, up to 30.0 tokens/s for each user: disaggregated is better, 2.00 to 4.95 times the tokens/s a GPU"
+        "Above 10.0, up to 21.0 tokens/s for each user: aggregated and disaggregated are equal within 5%.",
+        "Above 21.0, up to 30.0 tokens/s for each user: disaggregated is better, 2.00 to 4.95 times the tokens/s a GPU"
         " of aggregated (25/99; 30/40).",
-        "Above 30.0, up to 40.0 tokens/s for each user: only aggregated is as fast (40/20); disaggregated never was.",
+        "Above 30.0, up to 31.5 tokens/s for each user: aggregated and disaggregated are equal within 5%.",
+        "Above 31.5, up to 40.0 tokens/s for each user: only aggregated is as fast (40/20); disaggregated never was.",
     ]
 
 

@@ -412,7 +412,7 @@ def test_repeats_come_in_turns_and_what_they_differ_by_counts_as_equal():
     ]
     assert [point.per_gpu for point in report.points_of(runs)] == [110.0, 110.0, 115.0, 115.0]
     assert report.trust(runs).startswith("Repeats of a cell differed by 20% in tokens/s at most")
-    assert "are equal within 20% of tokens/s a worker" in report.comparison(plan, runs, "512/128")[0]
+    assert "are equal within 20%." in report.comparison(plan, runs, "512/128")[0]
 
 
 def test_a_cell_that_was_measured_once_is_not_said_to_come_again():

@@ -58,16 +58,19 @@ def sentences(ways: Mapping[str, Sequence[OperatingPoint]], unit: str, equal_wit
         missing = next(kind for kind in KINDS if kind not in ways)
         return [f"Nothing {missing} is in this sweep; name such a recipe as well to have both compared."]
     one, other = (Way(kind, points) for kind, points in ways.items())
-    told = verdict(one, other, unit, equal_within)
-    pair = most_apart(front(one.points), front(other.points))
-    if pair is not None and pair[2] > 1 + equal_within:
-        first, second, ratio = pair
-        better, other_point = (first, second) if first.per_gpu >= second.per_gpu else (second, first)
-        told.append(
-            f"Of points next to each other the widest apart: {better.name}, {ratio:.1f}x better than"
-            f" {other_point.name}, at {better.per_user:,.1f} and {other_point.per_user:,.1f} tokens/s a user."
-        )
-    return told
+    return verdict(one, other, unit, equal_within)
+
+
+def published_label(ways: Mapping[str, Sequence[OperatingPoint]]) -> list[str]:
+    """Return what published plots of two fronts are labeled with."""
+    if len(ways) < 2 or (pair := most_apart(*(front(points) for points in ways.values()))) is None:
+        return []
+    one, other, ratio = pair
+    better, worse = (one, other) if one.per_gpu >= other.per_gpu else (other, one)
+    return [
+        f"Published plots would have the label `{ratio:.1f}x better`: of points nearest in tokens/s a user the pair"
+        f" widest apart, {better.name} ({better.per_user:,.1f}) over {worse.name} ({worse.per_user:,.1f})."
+    ]
 
 
 def agreement(runs: Sequence[Run], loads: Sequence[str]) -> list[str]:
@@ -127,6 +130,7 @@ def make_page(plan: Plan, runs: Sequence[Run], conditions: Sequence[str]) -> tup
         by_load = {load: ways_of(runs, plan.matrix, lengths, load) for load in loads}
         prompt, answer = lengths.split("/")
         told = comparison(plan, runs, lengths)
+        told += [f"[{load}] {text}" for load, ways in by_load.items() for text in published_label(ways)]
         fronts = [
             [load, kind, point.name, f"{point.per_user:,.1f}", f"{point.per_gpu:,.1f}"]
             for load, ways in by_load.items()
