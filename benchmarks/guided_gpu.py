@@ -17,6 +17,7 @@ import argparse
 import json
 import platform
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
 from benchmarks.arrivals_gpu import Asked, Running, aim, ms, wait_until
 from benchmarks.engine_gpu import SHAPES, write_config
