@@ -91,6 +91,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         itl_s=options.slo_itl_ms / 1e3,
         seed=options.seed,
     )
+    try:
+        outcomes, rows = run_all(requests, settings, options)
+    except ConfigError as error:
+        print(f"\nsimulate: {error}", file=sys.stderr)
+        return 2
+    print_table(rows)
+    if options.plot:
+        draw(options.plot, outcomes)
+    statistics = statistics_of(requests, size)
+    print(json.dumps({"simulation": " ".join(options.requests_from), "statistics": statistics, "rows": rows}))
+    return 0
+
+
+def run_all(
+    requests: Sequence[SimulatedRequest], settings: ClusterSettings, options: argparse.Namespace
+) -> tuple[list[tuple[str, Outcome]], list[dict[str, Any]]]:
+    """Return what became of each mode and size, by its name, and a row of figures for each."""
     outcomes, rows = [], []
     for mode, prefill, workers in itertools.product(options.modes, options.prefill_workers, options.workers):
         sizes = f"{prefill}+{workers}" if any(options.prefill_workers) else str(workers)
@@ -99,12 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sized = dataclasses.replace(settings, num_prefill=prefill, num_decode=workers)
         outcomes.append((name, simulate(requests, mode, sized, Progress(name, len(requests)))))
         rows.append(outcomes[-1][1].summary() | {"workers": workers, "prefill_workers": prefill})
-    print_table(rows)
-    if options.plot:
-        draw(options.plot, outcomes)
-    statistics = statistics_of(requests, size)
-    print(json.dumps({"simulation": " ".join(options.requests_from), "statistics": statistics, "rows": rows}))
-    return 0
+    return outcomes, rows
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

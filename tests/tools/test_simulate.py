@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bireme.config import MockerConfig, RouterConfig
+from bireme.errors import ConfigError
 from bireme.sizing.simulator.cluster import ClusterSettings, simulate
 from bireme.sizing.simulator.synthetic import conversations, shared_prefix
 from bireme.sizing.simulator.trace import SimulatedRequest, endless_hits, read_traces, spread_out
@@ -62,8 +63,24 @@ def test_a_beginning_that_is_being_computed_is_not_computed_again():
 
 
 def test_a_request_that_never_fits_is_said():
-    with pytest.raises(RuntimeError, match="5 blocks; set more"):
+    with pytest.raises(ConfigError, match="5 blocks; set more"):
         ran(request(0, 5120, 1), num_blocks=5)
+
+
+def test_of_the_program_too(capsys):
+    assert program.main(["shared_prefix", "--requests", "5", "--blocks", "3", "--modes", "kv"]) == 2
+    assert "set more" in capsys.readouterr().err
+
+
+def test_prefill_apart_is_compared_with_measured_step_times(capsys):
+    few = ["day", "--requests", "200", "--rate", "5", "--modes", "round_robin", "--step-times", "h100-8b-bf16"]
+    assert program.main([*few, "--prefill-workers", "0,1", "--workers", "1", "--background", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    aggregated, apart = json.loads(printed.splitlines()[-1])["rows"]
+    assert "1+1" in printed and apart["transferred"] > 0 and "transferred" not in aggregated
+    assert apart["itl_p99_ms"] < aggregated["itl_p99_ms"] and aggregated["requests"] == apart["requests"] > 150
+    assert program.main([*few, "--step-times", "none"]) == 2 and program.main([*few, "--prefill-workers", "-1"]) == 2
+    assert "--prefill-workers -1: 0 or more" in capsys.readouterr().err
 
 
 def test_an_endless_cache_finds_all_that_was_there_but_the_last_token():

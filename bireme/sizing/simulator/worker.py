@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from bireme.errors import ConfigError
 from bireme.kv.wire.event_wire import WorkerLoad
 from bireme.sizing.simulator.trace import TOKENS_PER_BLOCK, SimulatedRequest, cachable
 from bireme.sizing.step_times import StepTimes
@@ -165,7 +166,7 @@ class SimulatedWorker:
     def _check_waiting(self) -> None:
         """Nothing runs: what waits, waits for blocks of others, or for ever."""
         if self._waiting and self.num_runs == len(self._waiting):
-            raise RuntimeError(
+            raise ConfigError(
                 f"a prompt of {self._waiting[0][1].request.num_prompt} tokens and its answer need more than the"
                 f" worker's {self._engine.num_blocks} blocks; set more"
             )
