@@ -24,6 +24,10 @@ class StageUse:
     def busy_share(self) -> float:
         return sum(self.busy_s) / max(sum(self.up_s), 1e-12)
 
+    def while_up(self, values: Sequence[float]) -> list[float]:
+        """Return each worker's per second."""
+        return [value / max(up_s, 1e-12) for value, up_s in zip(values, self.up_s, strict=True)]
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -60,8 +64,8 @@ class Outcome:
             "hits_of_endless": self.num_cached_tokens / max(self.num_endless_tokens, 1),
             "computed_tokens": self.num_prompt_tokens - self.num_cached_tokens,
             "predicted_over_actual": self.num_predicted_tokens / max(self.num_cached_tokens, 1),
-            "load_cov": variation(decode.work_s),
-            "requests_cov": variation(decode.num_requests),
+            "load_cov": variation(decode.while_up(decode.work_s)),
+            "requests_cov": variation(decode.while_up(decode.num_requests)),
             "busy_share": decode.busy_share,
             "tokens_per_s": self.num_output_tokens / duration_s,
             "goodput_per_s": self.num_good / duration_s,
