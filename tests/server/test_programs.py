@@ -110,6 +110,15 @@ def test_short_prompts_are_answered_by_both_recipes(run):
 
 
 @pytest.mark.soak
+def test_the_simulator_is_beside_a_deployment_and_a_gpu_s_figures(run):
+    found = last_line(run("benchmarks/simulator_check.py"))
+    (cell,) = found["cells"]
+    assert cell["simulated"].keys() == cell["measured"].keys() == {"tokens_per_s", "ttft_p50_ms", "itl_p50_ms"}
+    assert cell["simulated"]["itl_p50_ms"] > 40 and cell["measured"]["itl_p50_ms"] > 40
+    assert found["hop_ms"] >= 0 and len(found["gpu"]) == 2
+
+
+@pytest.mark.soak
 def test_step_records_tells_what_one_costs(run):
     found = last_line(run("benchmarks/step_records.py"))
     assert found["rows"][0]["recorded_us"] > 0 and found["sent_us"] > 0
