@@ -150,10 +150,13 @@ class Forward:
         return self._path, self.decoder.compute(batch)
 
     def make_first_graphs(self, most_s: float) -> None:
-        """Make the graphs that the first requests need, as many as so many seconds are enough for."""
-        began, longest, count = time.monotonic(), 0.0, 0
+        """Make a graph of each form of the kernels, and then of those that the first requests need as many as so many
+        seconds are enough for.
+        """
+        began = time.monotonic()
         sized = [steps.graphs for steps in (self.mixed, self.resident) if steps is not None]
-        waiting = list(sized)
+        waiting, count = list(sized), sum(graphs.make_forms() for graphs in sized)
+        longest = (time.monotonic() - began) / max(count, 1)
         while waiting and (before := time.monotonic()) - began + longest <= most_s:
             graphs = waiting.pop(0)  # in turns: a request needs one of each
             if graphs.make_first():

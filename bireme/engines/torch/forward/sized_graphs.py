@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.forward import graphs
+from bireme.engines.torch.kernels.launch import MOST_OF_FORMS
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -37,14 +38,21 @@ class SizedGraphs:
         self.made: dict[int, torch.cuda.CUDAGraph] = {}
         self.error = ""  # why the last one that can't be made could not
         self._step, self._num_kinds, self._made_line, self._off_line = step, num_kinds, made, off
-        self._first, self._others = by_need(sizes)  # still to be made
+        self._forms, self._first, self._others = by_need(sizes)  # still to be made
         self._misses: dict[int, int] = {}
         self._usual: Tensor | None = None  # logits of a row that nobody has, float32
         self._unjudged: dict[int, Tensor] = {}  # size -> how far it is off, which the GPU is finding out
 
     @property
     def to_make(self) -> list[int]:
-        return [*self._first, *self._others]
+        return [*self._forms, *self._first, *self._others]
+
+    def make_forms(self) -> int:
+        """Make one of each form of the kernels, which are compiled by that; return how many. `judge` has to follow."""
+        count = len(self._forms)
+        while self._forms:
+            self.make(self._forms[0])
+        return count
 
     def make_first(self) -> bool:
         """Make one of those that first requests need; False: there is none. `judge` has to follow."""
@@ -63,7 +71,7 @@ class SizedGraphs:
 
     def make(self, size: int) -> None:
         """Make this one if it is still to be made; where that fails its steps go without. `judge` has to follow."""
-        for sizes in (self._first, self._others):
+        for sizes in (self._forms, self._first, self._others):
             if size in sizes:
                 sizes.remove(size)
                 self._make(size)
@@ -124,15 +132,17 @@ class SizedGraphs:
         logger.warning("%s=%d reason=%s", self._off_line, size, reason)
 
 
-def by_need(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return those that the first requests need, and the others, in the order in which they are made.
+def by_need(sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Return one of each form of the kernels, others that the first requests need, and the rest, as they are made.
 
-    First the largest, into whose memory the others fit, then from the smallest on the next that is twice as large or
-    more: until the others are made each stands in for those below it.
+    First the largest, into whose memory the others fit. First requests need, from the smallest on, the next that is
+    twice as large or more: until the rest is made each stands in for those below it.
     """
-    first, reached = list(sizes[-1:]), 0
+    forms, first, reached = list(sizes[-1:]), [], 0
+    for least, most in zip((0, *MOST_OF_FORMS), MOST_OF_FORMS, strict=False):
+        forms += [max(own)] if (own := [size for size in sizes[:-1] if least < size <= most]) else []
     for size in sizes[:-1]:
         if size >= 2 * reached:
-            first.append(size)
+            first += [size] if size not in forms else []
             reached = size
-    return first, [size for size in reversed(sizes) if size not in first]
+    return forms, first, [size for size in reversed(sizes) if size not in (*forms, *first)]

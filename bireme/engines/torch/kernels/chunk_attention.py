@@ -19,7 +19,7 @@ _ROWS = 64  # of a tile's product: its tokens times the query heads of a KV head
 Ints = npt.NDArray[np.int32]
 
 
-@triton.jit(do_not_specialize=["query_stride", "table_stride", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["query_stride", "table_stride", "window"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
 def _chunk_kernel(
     query,  # (R, ..., K), of which the first H heads
     keys,

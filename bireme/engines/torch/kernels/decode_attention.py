@@ -26,7 +26,7 @@ PART_COLUMNS = 7  # row, slot, position, first and last tile, number of the part
 Ints = npt.NDArray[np.int32]
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_stride", "window"], do_not_specialize_on_alignment=["parts"])  # type: ignore[untyped-decorator]
 def _attention_kernel(
     qkv,  # (R, (H + 2 N) K)
     q_norm,  # (K,)

@@ -34,7 +34,9 @@ def _tile(logits, begin, size, TILE: tl.constexpr):
     return ids, tl.load(logits + ids, ids < size, -float("inf")).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["step_stride"], do_not_specialize_on_alignment=["steps", "requests", "last", "tokens"]
+)
 def _draw_kernel(
     logits,  # (R, V)
     steps,  # (R, step_stride): slot, position

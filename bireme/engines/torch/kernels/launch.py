@@ -16,6 +16,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MOST_ROWS = 32  # more gain nothing: programs that wait take room from those that work
+# The most rows of each form that kernels have for few; all of more rows have one. A form that is met for the first time
+# on a machine takes seconds to compile. What the host tells lies anywhere: its alignment is no part of a form.
+MOST_OF_FORMS = (1, 7, 8, 16, 32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

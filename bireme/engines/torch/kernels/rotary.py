@@ -33,7 +33,7 @@ def rotated(
     return own * cos[None, :] + turned * tl.where(k < half, -sin, sin)[None, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # type: ignore[untyped-decorator]
 def _rotate_kernel(
     qkv,  # (T, (H + 2 N) K)
     q_norm,  # (K,)

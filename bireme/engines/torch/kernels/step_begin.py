@@ -12,7 +12,7 @@ TAKE_LAST = -1  # in place of a token: the one that the step before chose
 NO_BLOCK = -1  # in place of a column
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["steps", "last"])  # type: ignore[untyped-decorator]
 def _begin_kernel(
     steps,  # (R, 3 + 2 * groups)
     tables,  # (groups, slots, columns)
