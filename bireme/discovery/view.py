@@ -38,9 +38,9 @@ class OwnWorkers:
 
     problem = ""
 
-    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
-        """`folder`: the run folder; None: out of reach, only names are known."""
-        facts = LaunchFacts.of()
+    def __init__(self, recipe: Recipe, folder: Path | None, facts: LaunchFacts | None = None) -> None:
+        """`folder`: the run folder; None: out of reach, only names are known. `facts`: None: the environment's."""
+        facts = facts or LaunchFacts.of()
         self._first_weight = facts.weight
         self._unknown = {
             name: WorkerRecord(
@@ -272,17 +272,18 @@ def discover(
     folder: Path | None = None,
     metrics: Registry | None = None,
     shared: RecordStore | None = None,
+    facts: LaunchFacts | None = None,
 ) -> WorkerView:
     """Return a recipe's view. Raises ConfigError.
 
     `server`: the own tritonserver's gRPC address; None: there is none. `folder`: its run folder, if in reach.
-    `shared`: the recipe's shared store; None: it is made.
+    `shared`: the recipe's shared store; None: it is made. `facts`: as `OwnWorkers` has them.
     """
     if shared is None and recipe.discovery.is_shared:
         shared = create_store(recipe.discovery)
     if server is None and shared is None:
         raise ConfigError(f"{recipe.name}: no server's address, and discovery.backend is static; give one of them")
-    own = OwnWorkers(recipe, folder) if server is not None else None
+    own = OwnWorkers(recipe, folder, facts) if server is not None else None
     texts = text_revision(recipe) if shared is not None else ""
     return WorkerView(recipe, own, shared, server or "", launch_id(folder) if folder else "", metrics, texts)
 

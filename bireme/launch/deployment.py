@@ -183,7 +183,9 @@ class Deployment:
             self._open_door(settings.admin)
         if settings.recipe.discovery.is_shared:
             told = self._told.store() if self._told is not None else None
-            self._view = discover(settings.recipe, self._address, self.run_folder.path, shared=told)
+            self._view = discover(
+                settings.recipe, self._address, self.run_folder.path, shared=told, facts=settings.facts
+            )
             self._begun.callback(self._view.stop)
             self._view.watch(self._take_view)
         if settings.frontend is not None:

@@ -10,7 +10,7 @@ from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.discovery import run_folder
 from bireme.discovery.directory import DirectoryStore
-from bireme.discovery.records import key_id
+from bireme.discovery.records import LaunchFacts, key_id
 from bireme.discovery.store import parse_address, with_discovery
 from bireme.discovery.view import OwnWorkers, WorkerView, admit, discover
 from bireme.errors import ConfigError
@@ -37,6 +37,13 @@ def test_without_records_the_workers_are_the_recipe_s(tmp_path):
     view.stop()
     assert [(name, one.life) for name, one in views[0].items()] == [("decode", 0), ("decode_1", 0)]
     assert view.report() == {} and view.is_current
+
+
+def test_without_records_the_workers_are_of_the_launch_s_generation(tmp_path, monkeypatch):
+    known = OwnWorkers(recipe(), tmp_path, LaunchFacts(generation=2, weight=0.5)).read()
+    assert {(one.generation, one.weight) for one in known.values()} == {(2, 0.5)}
+    monkeypatch.setenv("BIREME_GENERATION", "3")
+    assert {one.generation for one in OwnWorkers(recipe(), tmp_path).read().values()} == {3}
 
 
 def test_own_workers_are_known_by_their_records(tmp_path, until):
