@@ -38,6 +38,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
 from benchmarks.engine_gpu import SHAPES, write_config
+from benchmarks.load.arrivals import Seen, summary
 from benchmarks.options import numbers
 from bireme.config import EngineConfig, KvCacheConfig, Limits, SchedulerConfig
 from bireme.engines.base import EngineContext, PlainTokens, RequestKey, StepOutput
@@ -57,19 +58,9 @@ _WAIT_S = 120.0
 
 
 @dataclass(slots=True)
-class Asked:
-    began_at: float
-    times: list[float] = field(default_factory=list)  # of each token
+class Asked(Seen):
     is_over: threading.Event = field(default_factory=threading.Event)
     error: str = ""
-
-    @property
-    def ttft(self) -> float:
-        return self.times[0] - self.began_at
-
-    @property
-    def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
 class NoPace(StepPace):
@@ -198,15 +189,7 @@ def arrivals(engine: Running, rate: float, options: argparse.Namespace) -> dict[
     load_ended = time.perf_counter()
     for one in asked:
         assert one.is_over.wait(_WAIT_S) and not one.error, one.error
-    kept = [one for one in asked if one.began_at - began > 1.0]
-    tpots = [(one.times[-1] - one.times[0]) / (len(one.times) - 1) for one in kept if len(one.times) > 8]
-    gaps = [gap for one in kept for gap in one.gaps]
-    tokens = sum(began + 1 < at < load_ended for one in asked for at in one.times)
-    found = {"rate": rate, "requests": len(kept), "tokens_per_s": round(tokens / (load_ended - began - 1))}
-    for name, values in {"ttft": [one.ttft for one in kept], "tpot": tpots, "gap": gaps}.items():
-        for quantile in (50, 90, 99):
-            found[f"{name}_p{quantile}_ms"] = ms(np.percentile(values, quantile))
-    return found | {"gap_max_ms": ms(max(gaps))}
+    return summary(rate, asked, began, load_ended)
 
 
 def main() -> None:

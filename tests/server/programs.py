@@ -15,6 +15,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/simulate.py": ("agentic", "--requests", "50", "--modes", "kv,random", "--plot", "{folder}/modes.png"),
     "models/train.py": ("tiny-chat", "--budget", "smoke", "--out", "{folder}/tiny-chat"),
     "benchmarks/arrivals_gpu.py": ("--shape", "tiny", "--quick"),
+    "benchmarks/arrivals_served.py": ("measure", "frontend", "{folder}/starts.json", "--shape", "tiny", "--quick"),
     "benchmarks/attention_gpu.py": ("--quick",),
     "benchmarks/batch_beside_live.py": (
         *("--engines", "mocker", "--live", "1", "--lines", "400", "--turns", "1", "--seconds", "1"),
