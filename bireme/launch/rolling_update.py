@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from bireme.errors import BiremeError, UnavailableError
 
 _LOOK_S = 0.5
+_SETTLE_S = 10.0
 _SLACK_MS = 50.0  # a TTFT may be so much later whatever the ratio says
 _LEAST_TIMES = 10  # fewer say nothing of percentiles
 _ANSWERED = ("same", "different", "sampled", "failed")
@@ -153,10 +154,19 @@ class RollingUpdate:
 
     def _shift(self, has_weights: bool) -> None:
         self._new.post("/undrain")
+        self._wait_open()
         for weight in self._plan.steps if has_weights else (1.0,):
             self._new.post("/weight", weight=weight)
             self._tell(f"weight {weight:g}" if has_weights else "the new entry takes requests")
             self._watch(self._plan.pause_s)
+
+    def _wait_open(self) -> None:
+        """Its health may say `not_ready` for a moment after the drain. Raises NotTakenError."""
+        deadline = time.monotonic() + min(_SETTLE_S, self._plan.ready_limit_s)
+        while reason := _not_ready(self._new.status()):
+            if time.monotonic() >= deadline:
+                raise NotTakenError(f"the new generation is no longer ready: {reason}")
+            time.sleep(_LOOK_S)
 
     def _watch(self, seconds: float) -> None:
         """Raises NotTakenError."""
