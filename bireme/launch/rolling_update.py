@@ -161,11 +161,11 @@ class RollingUpdate:
             self._watch(self._plan.pause_s)
 
     def _wait_open(self) -> None:
-        """Its health may say `not_ready` for a moment after the drain. Raises NotTakenError."""
+        """Its health goes from `draining` by `not_ready`, for a moment. Raises NotTakenError."""
         deadline = time.monotonic() + min(_SETTLE_S, self._plan.ready_limit_s)
-        while reason := _not_ready(self._new.status()):
+        while (status := self._new.status())["status"] not in ("ready", "degraded"):
             if time.monotonic() >= deadline:
-                raise NotTakenError(f"the new generation is no longer ready: {reason}")
+                raise NotTakenError(f"the new generation is no longer ready: {status['status']}")
             time.sleep(_LOOK_S)
 
     def _watch(self, seconds: float) -> None:
