@@ -107,8 +107,10 @@ class Generation:
         body = {"model": "mocker", "prompt": PROMPTS[0], "max_tokens": 1_000_000, "stream": True, "ignore_eos": True}
         with contextlib.closing(self.connect()) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-            assert connection.getresponse().readline().startswith(b"data: {")
+            reply = connection.getresponse()  # which must be kept: with it the connection ends
+            assert reply.readline().startswith(b"data: {")
             yield
+            reply.close()
 
     def is_ready(self) -> bool:
         """As a balancer asks."""
