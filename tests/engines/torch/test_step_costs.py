@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepTime, StepWork
 from bireme.engines.torch.scheduling.step_prices import prices_of
 from bireme.engines.torch.scheduling.step_times import StepTimesFile
@@ -87,6 +88,25 @@ def test_a_cell_that_nobody_visits_since_it_was_slow_gets_another_chance():
     slow = costs.most_s(prompt(500))
     visit(costs, DECODE, times=20_000)
     assert costs.most_s(prompt(500)) < 2 * seconds(prompt(500)) < slow
+
+
+def test_a_single_step_that_was_slow_gets_another_chance():
+    costs = StepCosts()
+    visit(costs, DECODE)
+    visit(costs, prompt(64))
+    costs.landed([prompt(500)], 600.0)  # the machine was suspended
+    assert costs.usual_s(prompt(500)) > 10
+    visit(costs, DECODE, times=5_000)
+    assert costs.usual_s(prompt(500)) < 1
+
+
+def test_nobody_waits_as_long_as_one_step_took():
+    costs, pace = StepCosts(), StepPace(StepCosts())
+    pace.landed(DECODE, 100.0, 700.0)
+    assert pace.starts_next_at(DECODE, 700.0) == 0.0
+    costs.landed([DECODE], 600.0)
+    costs.landed([DECODE], 0.02)
+    assert costs.least_s(DECODE) == pytest.approx(0.02)
 
 
 def test_steps_whose_ends_nobody_saw_share_the_time_by_their_work():

@@ -31,6 +31,7 @@ _MOST_CELLS = 256
 _KEPT = 16  # steps of a cell
 _FEW = 4  # steps of a cell that do not tell an exception from a rule
 _FEW_MOST = 1.25  # times the form, that a cell of few steps is believed
+_ONE_MOST = 3.0  # times the form, that a cell of one step is believed after a while without another
 _FIT_EVERY = 1024
 _FIRST_FIT = 8
 _PRIOR = 0.05  # weight of the first form, against that of one cell
@@ -107,7 +108,9 @@ class _Cell:
     def sort(self) -> None:
         ordered = sorted(self.ratios)
         last = len(ordered) - 1
-        self.least, self.usual = ordered[0], ordered[last // 2]
+        self.usual = ordered[last // 2]
+        # Who waits for so long measures no less: of one step alone, which may be an exception, nothing is known.
+        self.least = ordered[0] if self.num > 1 else 0.0
         # The largest is an exception: a kernel was compiled, a neighbor had the machine.
         self.most = ordered[last - max(1, last // 8)] if last + 1 >= _FEW else min(ordered[0], _FEW_MOST)
 
@@ -115,12 +118,18 @@ class _Cell:
         self.ratios = deque([ratio * factor for ratio in self.ratios], _KEPT)
         self.sort()
 
-    def age(self) -> None:
-        """Forget the worst where no step has come: what nobody tries because it was slow would stay so for ever."""
+    def age(self) -> bool:
+        """Forget the worst where no step has come: what nobody tries because it was slow would stay so for ever.
+
+        False: nothing is left that is believed.
+        """
         if self.is_idle and len(self.ratios) > 1:
             self.ratios.remove(max(self.ratios))
             self.sort()
+        elif self.is_idle and self.usual > _ONE_MOST:
+            return False
         self.is_idle = True
+        return True
 
 
 class StepCosts:
@@ -147,7 +156,7 @@ class StepCosts:
                 self._fit()
 
     def least_s(self, work: StepWork) -> float:
-        """Return what the quickest of the last such steps took; 0: there was none."""
+        """Return what the quickest of the last such steps took; 0: there was one at most."""
         return self._by_form(work) * self._ratio(work, "least", 0.0)
 
     def usual_s(self, work: StepWork) -> float:
@@ -218,7 +227,7 @@ class StepCosts:
         self._form = constant, a_row, a_token, a_context, a_look
         for cell, was in zip(cells, before, strict=True):
             cell.scale(was / self._by_form(cell.work))
-            cell.age()
+        self._cells = {place: cell for place, cell in self._cells.items() if cell.age()}
 
 
 @functools.lru_cache(4096)
