@@ -41,18 +41,20 @@ def test_a_line_a_step_of_every_worker_and_of_one_that_is_started_again(folder, 
         lines = written.rpartition("\n")[0].splitlines()  # the last may be half there
         return len({(record["worker_id"], record["life"]) for record in map(json.loads, lines)}) == count
 
-    wait_for(lambda: has_all(2))
-    workers.pop().close()
-    workers.append(Published(folder, "decode", 8, ring=StepRing(), has_events=False))
-    run_folder.publish(folder, workers[-1].record)
-    wait_for(lambda: has_all(3))
-    reader.terminate()
-    told = reader.communicate()[1].decode()
+    try:
+        wait_for(lambda: has_all(2))
+        workers.pop().close()
+        workers.append(Published(folder, "decode", 8, ring=StepRing(), has_events=False))
+        run_folder.publish(folder, workers[-1].record)
+        wait_for(lambda: has_all(3))
+    finally:
+        reader.terminate()
+        told = reader.communicate()[1].decode()
+        for one in workers:
+            one.close()
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert reader.returncode == 0 and told == f"{len(records)} records, 0 missed\n"
     assert records[0]["scheduled_requests"] == SCHEDULED and all(record["wall_time"] for record in records)
-    for one in workers:
-        one.close()
 
 
 def test_it_ends_by_itself_and_tells_what_is_missing(folder, capsys):
