@@ -122,6 +122,14 @@ def test_memory_is_bounded():
     assert len(costs.points()) <= 256
 
 
+# None of them may keep an engine from starting, or teach it that steps take no time.
+_IMPOSSIBLE = ({"ms": 0}, {"ms": -1.0}, {"ms": 1e300}, {"decode_rows": -1}, {"prefill_tokens": 1 << 60})
+
+
+def _with_point(told, values):
+    return json.dumps(told | {"points": [told["points"][0] | values]}).encode()
+
+
 def test_the_file_is_read_by_the_next_start_of_the_same_engine_and_the_simulator(learned, machine, tmp_path, caplog):
     path, device = tmp_path / "decode.step_times.json", torch.device("cpu")
     kept = StepTimesFile(path, device, "model")
@@ -138,8 +146,10 @@ def test_the_file_is_read_by_the_next_start_of_the_same_engine_and_the_simulator
     for work in (DECODE, prompt(64), prompt(700), prompt(500, before=2000)):
         assert again.usual_s(work) == pytest.approx(learned.usual_s(work), rel=0.1)
     assert StepTimesFile(path, device, "another model").read() == []
-    path.write_bytes(b"{")
-    assert StepTimesFile(path, device, "model").read() == [] and "step_times_not_read" in caplog.text
+    for damaged in (b"{", b" " * (2 << 20), *(_with_point(told, one) for one in _IMPOSSIBLE)):
+        caplog.clear()
+        path.write_bytes(damaged)
+        assert StepTimesFile(path, device, "model").read() == [] and "step_times_not_read" in caplog.text
 
 
 def test_a_router_is_told_what_prompts_add(machine):

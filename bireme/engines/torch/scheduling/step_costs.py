@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from bireme.engines.torch.step import SchedulerOutput
 _Place = tuple[int, int, int]
 _Means = tuple[float, float, float, float]  # of the work of several steps
 _Form = tuple[float, float, float, float, float]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 # Seconds: of a step, row, prompt token, token of context, look. An 8B model's on a GPU, until there are measurements.
 _FIRST_FORM: _Form = (5e-3, 2e-5, 3e-5, 4e-8, 2e-9)
@@ -34,6 +35,7 @@ _FEW_MOST = 1.25  # times the form, that a cell of few steps is believed
 _ONE_MOST = 3.0  # times the form, that a cell of one step is believed after a while without another
 _FIT_EVERY = 1024
 _FIRST_FIT = 8
+_MOST_MS = 1e9  # of a step that is told
 _PRIOR = 0.05  # weight of the first form, against that of one cell
 _LEAST_SLOPE = 0.01  # of the first form's: more work is never free
 
@@ -61,11 +63,11 @@ class StepWork(NamedTuple):
 class StepTime(msgspec.Struct, frozen=True):
     """One point of what is told of the table."""
 
-    decode_rows: int
-    prefill_tokens: int
-    context_tokens: int
-    ms: float
-    prefill_context_tokens: int = 0  # of these, what prompts read, taken to be one
+    decode_rows: _Count
+    prefill_tokens: _Count
+    context_tokens: _Count
+    ms: Annotated[float, msgspec.Meta(gt=0, lt=_MOST_MS)]
+    prefill_context_tokens: _Count = 0  # of these, what prompts read, taken to be one
 
     @classmethod
     def of(cls, work: StepWork, seconds: float) -> StepTime:

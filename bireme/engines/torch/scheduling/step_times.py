@@ -15,10 +15,11 @@ import torch
 
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepTime
 from bireme.errors import one_line
+from bireme.sizing.step_times import FORMAT
 
 logger = logging.getLogger("bireme.engines.torch")
-FORMAT = "bireme.step_times.v1"
 _EVERY_S = 30.0
+_MOST_BYTES = 1 << 20  # ten times what as many points as are kept take
 
 
 class StepTimesRecord(msgspec.Struct):
@@ -46,10 +47,14 @@ class StepTimesFile:
         if self._path is None:
             return []
         try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=StepTimesRecord)
+            with self._path.open("rb") as file:
+                content = file.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+            found = msgspec.json.decode(content, type=StepTimesRecord)
         except FileNotFoundError:
             return []
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:  # msgspec's are ValueErrors
             logger.warning("step_times_not_read reason=%s: they are measured anew", one_line(error))
             return []
         if (found.format, found.machine, found.subject) != (FORMAT, self._machine, self._subject):
