@@ -18,7 +18,7 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,9 @@ class Line:
         at = min(bisect.bisect_left(self.knots, value), len(self.knots) - 1)
         return self.heights[at] + self.slopes[at] * (value - (self.knots[at - 1] if at else 0.0))
 
+    def scaled(self, factor: float) -> Line:
+        return Line.of(self.knots, [slope * factor for slope in self.slopes])
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -132,6 +135,12 @@ class StepTimes:
             return ms
         ms += self.tokens(tokens) + self.ms_per_prompt * prompts + self.ms_per_token_and_context * tokens_times_context
         return ms + self.ms_of_both if rows else ms
+
+    def scaled(self, factor: float) -> StepTimes:
+        """Return steps that take so many times as long."""
+        terms = ("least_ms", "ms_per_context_token", "ms_per_prompt", "ms_per_token_and_context", "ms_of_both")
+        changes: dict[str, Any] = {name: getattr(self, name) * factor for name in terms}
+        return replace(self, rows=self.rows.scaled(factor), tokens=self.tokens.scaled(factor), **changes)
 
     @classmethod
     def of(cls, table: StepTable) -> StepTimes:

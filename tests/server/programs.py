@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 RUNS: dict[str, tuple[str, ...]] = {
+    "tools/advise.py": (
+        *("--isl", "100", "--osl", "10", "--rate", "0.2", "--ttft-ms", "500", "--itl-ms", "60"),
+        *("--times", "tiny-chat-cpu", "--gpus", "2", "--all", "--requests", "20", "--draws", "1", "--json"),
+    ),
     "tools/chaos.py": ("--topology=mocker-1+1", "--seconds=3", "--seed=7", "--faults=clients_garbage"),
     "tools/check_recipe.py": ("recipes/mocker",),
     "tools/demo.py": ("--recipe", "recipes/mocker", "--max-tokens", "8"),
