@@ -107,11 +107,17 @@ def _shut(open_socket: socket.socket) -> None:
 
 
 def _connection(settings: MirrorSettings) -> http.client.HTTPConnection:
+    """Raises CopyFailedError."""
     parts = urlsplit(settings.url)
     host, port = parts.hostname or "", parts.port
     if parts.scheme == "http":
         return http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
-    trusted = ssl.create_default_context(cafile=settings.ca_file or None)
+    try:
+        trusted = ssl.create_default_context(cafile=settings.ca_file or None)
+    except OSError as error:  # it was there when it was named
+        raise CopyFailedError(
+            f"ca_file: {settings.ca_file} can't be read as certificates here any more ({error}); put it back"
+        ) from None
     return http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=trusted)
 
 

@@ -114,7 +114,11 @@ async def test_an_https_frontend_s_certificate_is_checked_by_its_authority(bench
         settings = ask(url=other.url, run="b")
         await answered(bench, other, temperature=0)
         summary = await found(tmp_path, settings, failed=1)
-    assert "its certificate is not trusted here: self" in summary["examples"][0]["reason"]
+        assert "its certificate is not trusted here: self" in summary["examples"][0]["reason"]
+        settings = ask(url=other.url, run="c", ca_file=str(tmp_path / "gone"))
+        await answered(bench, other, temperature=0)
+        summary = await found(tmp_path, settings, failed=1)
+    assert "can't be read as certificates here any more" in summary["examples"][0]["reason"]
 
 
 async def test_one_that_is_not_there_or_never_answers_has_failed(bench, other, ask, tmp_path, monkeypatch):
