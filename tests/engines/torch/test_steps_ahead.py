@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bireme.engines.torch.step import SequenceStatus
+from bireme.engines.torch.step import SchedulerOutput, SequenceStatus
 from tests.engines.torch.scheduler_steps import Overlapping
 
 
@@ -113,3 +113,20 @@ def test_one_that_takes_the_place_of_a_best_effort_request_waits_for_the_step():
     for _ in range(3):
         steps.step()
     assert coming.state is SequenceStatus.IMPORTING and lines[1].state is SequenceStatus.WAITING
+
+
+def test_of_an_aborted_prompt_nothing_is_left_to_compute():
+    steps = Overlapping(can_start=True)
+    stream = steps.add(8)
+    while not stream.first_token_at:
+        steps.step()
+    steps.step()
+    long = steps.add(1000)
+    while not long.computed:
+        steps.step()
+    assert steps.scheduler.num_prefill_tokens > 0
+    steps.started = None  # it has ended as well
+    steps.drop(long)
+    plan = SchedulerOutput(decodes=[stream])
+    assert steps.scheduler.follow(plan) is not None
+    assert steps.scheduler.num_prefill_tokens == 0

@@ -92,7 +92,7 @@ class Scheduler:
         self.best_effort.num_rests += len(wanted) < len(_running(self.running))
         if following.has_best_effort:
             self.best_effort.ran(now)
-        if joins or prompts:
+        if joins or prompts or not rests:  # a prompt may have been aborted
             left = (len(one.tokens) - following.begin_of(one) - dict(following.chunks).get(one, 0) for one in prompts)
             self.num_prefill_tokens = sum(left)
         if joins:
