@@ -404,7 +404,8 @@ def busiest(requests: Sequence[SimulatedRequest], count: int) -> list[SimulatedR
     count = min(count, len(requests))
     at = np.array([one.arrival_s for one in requests])
     first = int((at[count - 1 :] - at[: len(at) - count + 1]).argmin())
-    return [replace(one, arrival_s=one.arrival_s - at[first]) for one in requests[first : first + count]]
+    begin_s = requests[first].arrival_s
+    return [replace(one, arrival_s=one.arrival_s - begin_s) for one in requests[first : first + count]]
 
 
 def _count(num_requests: int, rate: float) -> int:

@@ -1,0 +1,81 @@
+"""tools/advise.py: answers from a trace, recipes to choose from and to write to, and what it refuses."""
+
+import json
+import shutil
+
+import pytest
+
+from bireme.config import CHECKOUT
+from tools import advise
+
+TARGET = ["--ttft-ms", "500", "--itl-ms", "60", "--times", "tiny-chat-cpu"]
+QUESTION = advise.Question(advise.ServiceTarget(500, 60))
+SMALL = [*TARGET, "--gpus", "2", "--requests", "10", "--draws", "1"]
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "day.jsonl"
+    rows = [
+        {"timestamp": 5000 * number, "input_length": 600, "output_length": 5, "hash_ids": [number, number + 100]}
+        for number in range(30)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def advised(capsys, *arguments):
+    """Return the exit code, stdout and the JSON document."""
+    code = advise.main([*arguments, "--json"])
+    out = capsys.readouterr().out
+    return code, out, json.loads(out.splitlines()[-1])
+
+
+def test_a_trace_is_answered_for(capsys, trace):
+    code, out, document = advised(capsys, trace, *SMALL)
+    assert code == advise.HELD and document["held"] and not document["disaggregation_pays"]
+    assert out.startswith("1 aggregated worker holds the target")
+    assert "the busiest 13 of 30" in out and set(document["changes"]) == set(advise.advice.neighbors(QUESTION))
+    assert document["choice"]["best"]["layout"] == {"prefill": 0, "decode": 1}
+    assert document["expected"]["ttft_p50_ms"]["low"] < document["expected"]["ttft_p50_ms"]["high"]
+
+
+def test_a_target_that_nothing_holds_is_said_so(capsys, trace):
+    code, out, document = advised(capsys, trace, *SMALL, "--itl-ms", "0.1")
+    assert code == advise.LOST and not document["held"]
+    assert out.startswith("No layout of up to 2 GPUs holds the target")
+
+
+def test_recipes_are_chosen_from_and_the_measured_prices_written(capsys, trace, tmp_path):
+    folder = tmp_path / "mine"
+    shutil.copytree(CHECKOUT / "recipes/tiny-chat-disagg", folder)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("router: {transfer_ms: 0}", "router: {prefill_weight: 1.5}"))
+    both = ["--recipe", str(folder), "--recipe", "recipes/tiny-chat"]
+    code, out, document = advised(capsys, trace, *SMALL, *both, "--write", "--hop-ms", "3")
+    assert code == advise.HELD and document["recipe"] == "recipes/tiny-chat"
+    price = document["constants"]["prefill_ms_per_token"]
+    assert f"router.prefill_ms_per_token: unset -> {price:g}" in out
+    assert "recipes/tiny-chat: nothing to set" in out
+    text = recipe.read_text()
+    assert f"router: {{prefill_ms_per_token: {price:g}, prefill_weight: 1.5}}  # short prompts" in text
+    assert "transfer_ms" not in text  # what is assumed is not measured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--isl", "100", "--rate", "1"], "--osl: needed without a trace"),
+        (["TRACE", "--rate", "1"], "--rate: a trace has its own"),
+        (["--isl", "100", "--osl", "5", "--rate", "1", "--prefix", "200"], "--prefix 200: shorter than --isl 100"),
+        (["TRACE", "--write"], "--write: needs --recipe"),
+        (["TRACE", "--times", "nothing.json"], "nothing.json: No such file"),
+        (["TRACE", "--recipe", "recipes/nothing"], "recipes/nothing"),
+        (["nothing.jsonl"], "nothing.jsonl"),
+        (["TRACE", "--seconds", "1e-9"], "--seconds 1e-09: over before there is an answer"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_to_do(capsys, trace, arguments, message):
+    given = [trace if one == "TRACE" else one for one in arguments]
+    assert advise.main([*SMALL, *given]) == advise.WRONG
+    assert message in capsys.readouterr().err
