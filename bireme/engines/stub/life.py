@@ -140,6 +140,11 @@ class Life:
                 return
             yield data
 
+    def last_frames(self, timeout_s: float) -> Iterator[bytes]:
+        """Return what the ended child has sent; its first may still have to be handed on by ZeroMQ's thread."""
+        self._frames.poll(int(timeout_s * 1000))
+        yield from self.frames()
+
     def end(self) -> str:
         """Return how the child ended; what it left is removed."""
         how = describe_exit(self.process.reap()) if self.process else "it was never started"

@@ -64,6 +64,7 @@ from bireme.own_work import Culprit, culprit_of
 
 _FRAMES_A_TURN = 256  # so that an engine without pauses can't keep this thread from its pings
 _STACKS_S = 0.2  # for the child to write its threads' stacks before it is killed
+_LAST_WORD_S = 0.5  # for the reason of one that could not start
 _MAX_BACKOFF_S = 10.0
 _STOP_S = 5.0  # from SIGTERM to SIGKILL
 _CRASHES = {f"signal {name}" for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")}  # of its own making
@@ -289,7 +290,8 @@ class Supervisor:
         while watch.verdict is None:
             life.wait(watch.due_at - time.monotonic())
             has_exited = child.has_exited  # before reading: its last message is read after its end
-            for data in life.frames() if has_exited else life.frames(_FRAMES_A_TURN):
+            last_s = _LAST_WORD_S if self._phase is _Phase.STARTING else 0.0
+            for data in life.last_frames(last_s) if has_exited else life.frames(_FRAMES_A_TURN):
                 self._take(watch, data)
             if has_exited:
                 return

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from bireme.discovery import run_folder
 from bireme.engines.mocker.tokens import expected_tokens
 from bireme.engines.stub.client import EngineClient
+from bireme.engines.stub.life import Life
 from bireme.errors import ConfigError, UnavailableError
 from bireme.kv.transfer import shm_file
 from bireme.launch import processes
@@ -413,6 +415,17 @@ def test_engine_metrics_reach_the_stub_and_gauges_of_a_dead_life_are_zero(client
 def test_a_load_failure_says_why(make_recipe, start_client):
     with pytest.raises(ConfigError, match="set mocker.vocab_size"):
         start_client(make_recipe(vocab_size=0))
+
+
+def test_the_last_word_of_an_engine_that_has_ended_is_waited_for(tmp_path):
+    life = Life("decode", 1, tmp_path)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as engine:
+        assert list(life.last_frames(0.0)) == []
+        later = threading.Timer(0.2, lambda: (engine.connect(f"ipc://{tmp_path}/decode-1.s"), engine.send(b"why")))
+        later.start()
+        assert list(life.last_frames(60.0)) == [b"why"]
+        later.join()
+    life.end()
 
 
 def test_a_key_that_the_engine_refuses_fails_the_load(make_recipe, start_client):
