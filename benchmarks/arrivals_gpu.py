@@ -71,7 +71,9 @@ class NoPace(StepPace):
 class Running:
     """The engine, and what it has told of each request."""
 
-    def __init__(self, folder: str, options: argparse.Namespace, is_prepared: bool = True) -> None:
+    def __init__(
+        self, folder: str, options: argparse.Namespace, is_prepared: bool = True, num_threads: int = 1
+    ) -> None:
         """`is_prepared`: with all graphs, which an engine makes when it has nothing to do."""
         config = EngineConfig(
             max_batch_size=8 if options.quick else 256,
@@ -83,7 +85,7 @@ class Running:
         self.asked: dict[RequestKey, Asked] = {}
         self.metrics, began = Registry("bench"), time.perf_counter()
         self._engine = TorchEngine(
-            EngineContext("bench", "decode", folder, config, self.metrics, None, num_threads=1, life=1),
+            EngineContext("bench", "decode", folder, config, self.metrics, None, num_threads=num_threads, life=1),
             die=lambda code: None,
         )
         self.capacity = self._engine.start(self._emit)

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 
 from benchmarks.arrivals_gpu import Asked, Running, aim, ms, wait_until
 from benchmarks.engine_gpu import SHAPES, write_config
+from bireme.engines.stub.environment import usable_cores
 from bireme.engines.torch.scheduling.late_choices import LateChoices
 
 AIM_FEW, AIM_ALL = 1.05, 1.3  # of a step without such rows: with one guided and one penalized, with all guided
@@ -108,7 +109,7 @@ class Rows(Running):
     """Batches of rows of several kinds."""
 
     def __init__(self, folder: str, options: argparse.Namespace) -> None:
-        super().__init__(folder, options)
+        super().__init__(folder, options, num_threads=options.threads)
         self._context, self._num_steps = options.context, options.steps
         self._host_s: list[float] = []
         compiled = self._ask("guided", 0)
@@ -191,6 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1000, help="tokens of each row's prompt")
     parser.add_argument("--steps", type=int, default=200, help="measured a cell")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="of the engine; a recipe's default")
     parser.add_argument("--quick", action="store_true", help="few rows and steps, no figures worth having")
     options = parser.parse_args()
     options.gap = 0.0

@@ -22,13 +22,14 @@ import numpy as np
 from bireme.errors import BiremeError, RequestError
 from bireme.logits import filters
 from bireme.logits.base import BaseLogitsProcessor, ProcessorContext, call
-from bireme.logits.guided.guidance import Bitmask, Guidance, allocate
+from bireme.logits.guided.filling import MaskFiller
+from bireme.logits.guided.guidance import Guidance, num_words
 from bireme.logits.guided.mask import apply
 from bireme.logits.logprobs import token_logprobs
 from bireme.logits.random import draw_key
 from bireme.logits.registry import create
 from bireme.logits.rows import Row
-from bireme.logits.sending import send
+from bireme.logits.sending import outgoing, send
 from bireme.messages import SamplingParams, TokenLogprobs
 from bireme.own_work import NO_MARK
 
@@ -60,12 +61,14 @@ class Sampler(Generic[Key]):
         max_processor_s: float = math.inf,
         draw: DrawRows | None = None,
         mark: Callable[[Key], AbstractContextManager[None]] = lambda key: NO_MARK,
+        num_threads: int = 1,
     ) -> None:
         """`max_processor_s`: CPU time of a row's own processors for one token. `mark`: held while they work.
 
         `draw`: of rows on the device, as `filters.draw_row`; None: they are copied to the CPU.
         """
         self._mark = mark
+        self._filler = MaskFiller(num_threads)
         self.vocab_size = vocab_size
         self._max_processor_s = max_processor_s
         self._device = device
@@ -177,7 +180,7 @@ class Sampler(Generic[Key]):
     def _change(self, work: torch.Tensor, rows: list[Row]) -> dict[int, BiremeError]:
         errors: dict[int, BiremeError] = {}
         guided = [index for index, row in enumerate(rows) if row.guidance is not None and not row.guidance.is_free]
-        bitmask = self._fill(guided, rows, errors)  # first: a complete guide overrides min_tokens
+        bitmask = self._fill(guided, rows, errors) if guided else None  # first: a complete guide overrides min_tokens
         self._edit(work, rows)
         for index, row in enumerate(rows):
             if row.processors:
@@ -187,7 +190,7 @@ class Sampler(Generic[Key]):
                 except BiremeError as error:
                     errors[index] = error
                     work[index].fill_(float("nan"))
-        if guided:
+        if bitmask is not None:
             apply(work, bitmask, guided)
         return errors
 
@@ -201,19 +204,11 @@ class Sampler(Generic[Key]):
                     f" {self._max_processor_s * 1e3:g}; send fewer or simpler ones"
                 )
 
-    def _fill(self, guided: list[int], rows: list[Row], errors: dict[int, BiremeError]) -> Bitmask:
-        bitmask = allocate(len(guided), self.vocab_size)
-        for position, index in enumerate(guided):
-            guidance = rows[index].guidance
-            assert guidance is not None
-            try:
-                guidance.fill(bitmask, position)
-            except BiremeError as error:
-                errors[index] = error
-                bitmask[position] = 0
-            except Exception as error:  # of its matcher: only this request ends
-                errors[index] = BiremeError(f"guided_decoding: {type(error).__name__}: {error}")
-                bitmask[position] = 0
+    def _fill(self, guided: list[int], rows: list[Row], errors: dict[int, BiremeError]) -> torch.Tensor:
+        bitmask = outgoing((len(guided), num_words(self.vocab_size)), "int32", self._device)
+        guides = [guidance for index in guided if (guidance := rows[index].guidance) is not None]
+        found = self._filler.fill(guides, bitmask.numpy())
+        errors.update((guided[position], error) for position, error in found.items())
         return bitmask
 
     def _edit(self, work: torch.Tensor, rows: list[Row]) -> None:

@@ -74,6 +74,7 @@ class LoadedEngine:
             context.max_processor_ms / 1e3,
             model.draw_rows(),
             partial(context.own_work.mark, work=Work.PROCESSORS),
+            context.num_threads,
         )
         self.limits, self.encoder = setup.limits, pictures.encoder
         self.events, self.num_blocks = manager.events, manager.num_blocks

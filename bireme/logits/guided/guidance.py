@@ -30,8 +30,8 @@ class Guidance:
     """Belongs to the engine's thread once it is made."""
 
     __slots__ = (
-        *("_blank_mask", "_blanks", "_end", "_gap", "_is_half", "_mark", "_matcher", "_max_fill_s", "_stop_ids"),
-        *("_stop_mask", "_table", "_tail", "is_free", "must_stop"),
+        *("_blank_mask", "_blanks", "_end", "_gap", "_is_half", "_mark", "_matcher", "_max_fill_s", "_others"),
+        *("_stop_ids", "_stop_mask", "_table", "_tail", "is_free", "must_stop"),
     )
 
     is_whole = True  # some token is denied from the first to the last
@@ -52,6 +52,7 @@ class Guidance:
         self._table = table
         self._stop_ids = frozenset(stop_ids)
         self._stop_mask = mask_of(stop_ids, table.vocab_size)
+        self._others = ~self._stop_mask
         self._end = reasoning_end.encode()
         self._tail: bytes | None = b"" if reasoning_end else None  # None: reasoning is over
         self._gap = 0  # tokens of white space that are still free
@@ -66,19 +67,20 @@ class Guidance:
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """Write which tokens may come next. Raises RequestError for a grammar that is too slow or a dead end."""
         if self._tail is not None:
-            bitmask[row] = ~self._stop_mask
+            bitmask[row] = self._others
             self.must_stop = False
             return
         began = time.thread_time()
         with self._mark:
             self._matcher.fill_next_token_bitmask(bitmask, row)
         self._check_speed(time.thread_time() - began)
+        words = bitmask[row]
         if self._gap and self._blank_mask is not None:
-            bitmask[row] |= self._blank_mask
+            words |= self._blank_mask
         if self._is_half and self._table.other_half_mask is not None:
-            bitmask[row] &= ~self._table.other_half_mask
-        self.must_stop = not (bitmask[row] & ~self._stop_mask).any()
-        if self.must_stop and not bitmask[row].any():
+            words &= ~self._table.other_half_mask
+        self.must_stop = not (words & self._others).any()
+        if self.must_stop and not words.any():
             raise RequestError("guided_decoding: no token leads on from here; nothing can satisfy this guide")
 
     def accept(self, token: int) -> None:
@@ -128,4 +130,8 @@ class Guidance:
 
 
 def allocate(num_rows: int, vocab_size: int) -> Bitmask:
-    return np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)
+    return np.full((num_rows, num_words(vocab_size)), -1, dtype=np.int32)
+
+
+def num_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
