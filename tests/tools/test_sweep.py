@@ -239,6 +239,34 @@ def test_a_load_that_hangs_is_ended_with_its_children(tmp_path):
         run_load([sys.executable, "-c", script], log, 600, lambda: False, wait)
 
 
+def test_a_load_leaves_no_children_when_it_ends(tmp_path):
+    script = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
+    wait = Wait(Stop(), "a cell", lambda text: None)
+    child = int(run_load([sys.executable, "-c", script], tmp_path / "load.log", 600, lambda: False, wait))
+    while is_alive(child):
+        time.sleep(0.01)
+
+
+def test_a_load_dies_with_the_sweep(tmp_path):
+    log = tmp_path / "load.log"
+    script = (
+        "import sys; from pathlib import Path; from tools.sweeping.launch import Stop, Wait, run_load\n"
+        "load = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
+        f"run_load([sys.executable, '-c', load], Path({str(log)!r}), 600, lambda: False, Wait(Stop(), '', print))"
+    )
+    sweep = subprocess.Popen([sys.executable, "-c", script], cwd=CHECKOUT)
+    output = log.with_suffix(".out")
+    try:
+        while not (output.exists() and output.read_text().endswith("\n")):
+            assert sweep.poll() is None
+            time.sleep(0.01)
+    finally:
+        sweep.kill()
+        sweep.wait()
+    while is_alive(int(output.read_text())):
+        time.sleep(0.01)
+
+
 def test_a_load_that_fails_tells_the_end_of_what_it_said(tmp_path):
     code = "import sys; print('ValueError: error: no such model', file=sys.stderr); sys.exit(3)"
     with pytest.raises(ChildProcessError, match="ended with 3: ValueError: error: no such model"):

@@ -142,16 +142,15 @@ def started(
     ports = {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
     log, config = folder / f"{deployment.slug}.log", folder / f"{deployment.slug}.config.json"
     config.unlink(missing_ok=True)
-    # It dies with this process, whatever happens to that; Ctrl-C of a terminal is for the sweep, which ends it then.
+    # Ctrl-C of a terminal is for the sweep, which ends it then.
     serve = [sys.executable, str(CHECKOUT / "tools" / "serve.py"), recipe.folder, "--canary-interval", "0"]
     serve += [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
     serve += ["--drain-timeout", str(_DRAIN_S), "--dump-config-to", str(config)]
     serve += [word for setting in settings for word in ("--set", setting)]
-    guard = [sys.executable, "-I", "-S", str(own_process.__file__), str(os.getpid()), "free"]
     variables = {name: value for name, value in os.environ.items() if name not in ("BIREME_RECIPE", "BIREME_OVERRIDE")}
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [*guard, *serve], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            [*_guard(), *serve], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True, env=variables,
         )  # fmt: skip
     target = Target(f"http://127.0.0.1:{ports['openai']}", recipe.served_name, recipe.tokenizer_path)
@@ -171,8 +170,8 @@ def run_load(command: Sequence[str], log: Path, timeout_s: float, has_died: Call
     output = log.with_suffix(".out")
     with log.open("wb") as errors, output.open("wb") as stdout:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=errors, start_new_session=True, cwd=CHECKOUT,
-            env=environment(),
+            [*_guard(), *command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=errors, start_new_session=True,
+            cwd=CHECKOUT, env=environment(),
         )  # fmt: skip
         try:
             while process.poll() is None:
@@ -188,12 +187,16 @@ def run_load(command: Sequence[str], log: Path, timeout_s: float, has_died: Call
     return output.read_text(encoding="utf-8", errors="replace")
 
 
+def _guard() -> list[str]:
+    """Return what starts a program that dies with this process, whatever happens to that."""
+    return [sys.executable, "-I", "-S", str(own_process.__file__), str(os.getpid()), "free"]
+
+
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """End a load and the processes that it has started; they are in a session of its own."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """End a load and the processes that it has started, also those that it has left; they are in its own session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def last_lines(log: Path) -> str:
