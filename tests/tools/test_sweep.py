@@ -239,6 +239,12 @@ def test_a_load_that_hangs_is_ended_with_its_children(tmp_path):
         run_load([sys.executable, "-c", script], log, 600, lambda: False, wait)
 
 
+def test_a_matrix_that_is_nested_for_ever_is_refused(tmp_path):
+    (tmp_path / "matrix.yaml").write_text("[" * 10_000)
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        read_matrix(str(tmp_path / "matrix.yaml"))
+
+
 def test_a_load_leaves_no_children_when_it_ends(tmp_path):
     script = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
     wait = Wait(Stop(), "a cell", lambda text: None)

@@ -136,7 +136,7 @@ def read_matrix(path: str) -> dict[str, Any]:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--matrix {path}: can't be read ({error.strerror}); name a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--matrix {path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"--matrix {path}: a mapping with `deployments` is expected")

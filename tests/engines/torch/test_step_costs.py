@@ -146,7 +146,12 @@ def test_the_file_is_read_by_the_next_start_of_the_same_engine_and_the_simulator
     for work in (DECODE, prompt(64), prompt(700), prompt(500, before=2000)):
         assert again.usual_s(work) == pytest.approx(learned.usual_s(work), rel=0.1)
     assert StepTimesFile(path, device, "another model").read() == []
-    for damaged in (b"{", b" " * (2 << 20), *(_with_point(told, one) for one in _IMPOSSIBLE)):
+    for damaged in (
+        b"{",
+        b'{"x":' + b"[" * 100_000,
+        b" " * (2 << 20),
+        *(_with_point(told, one) for one in _IMPOSSIBLE),
+    ):
         caplog.clear()
         path.write_bytes(damaged)
         assert StepTimesFile(path, device, "model").read() == [] and "step_times_not_read" in caplog.text

@@ -54,7 +54,7 @@ class StepTimesFile:
             found = msgspec.json.decode(content, type=StepTimesRecord)
         except FileNotFoundError:
             return []
-        except (OSError, ValueError) as error:  # msgspec's are ValueErrors
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
             logger.warning("step_times_not_read reason=%s: they are measured anew", one_line(error))
             return []
         if (found.format, found.machine, found.subject) != (FORMAT, self._machine, self._subject):
