@@ -22,6 +22,7 @@ ROWS = (
     + ("metric_aliases",),
     ("recipe_files", "llm_args"),
     ("kv", "text", "logits", "multimodal", "video", "discovery", "observability", "sizing"),
+    ("planner",),
     ("engines",),
     ("workers",),
     ("stages", "pipelines"),

@@ -1,0 +1,52 @@
+"""Up and down without flapping: what one stage may do next."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Direction:
+    """Of one stage: which way it went last, and what it needed lately."""
+
+    reversal_s: float
+    window_s: float
+    num_reversals: int = 0
+    _way: int = 0  # 1 up, -1 down
+    _reversed_at: float = float("-inf")
+    _began_at: float | None = None
+    _needs: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def needed(self, now: float, count: int) -> None:
+        self._began_at = now if self._began_at is None else self._began_at
+        self._needs.append((now, count))
+        while self._needs[0][0] < now - self.window_s:
+            self._needs.popleft()
+
+    def allow(self, now: float, have: int, need: int, is_idle: bool) -> tuple[int, str]:
+        """Return how many there may be, and what stands against as many as are needed. Idle ones go at once."""
+        if need == have:
+            return have, ""
+        if need < have and not is_idle:
+            if self._began_at is None or now - self._began_at < self.window_s:
+                return have, f"{need} would do, seen for less than {self.window_s:.0f} s"
+            lately = max(count for _, count in self._needs)
+            if lately >= have:
+                return have, f"{need} would do, {lately} were needed within {self.window_s:.0f} s"
+            need = lately
+        if self._is_reversal(need - have) and now - self._reversed_at < self.reversal_s:
+            left_s = self.reversal_s - (now - self._reversed_at)
+            return have, f"{need} needed, the direction has just changed: held for {left_s:.0f} s more"
+        return need, ""
+
+    def went(self, now: float, change: int) -> None:
+        if not change:
+            return
+        if self._is_reversal(change):
+            self._reversed_at = now
+            self.num_reversals += 1
+        self._way = 1 if change > 0 else -1
+
+    def _is_reversal(self, change: int) -> bool:
+        return change * self._way < 0

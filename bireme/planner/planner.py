@@ -1,0 +1,264 @@
+"""How many prefill and decode workers there should be: decided once an interval, by what was observed alone.
+
+Sizes come from the engine's table of step times, corrected by what is measured. What can't be believed changes nothing:
+the planner holds, and says why. Nothing is started or ended here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from bireme.planner import capacity
+from bireme.planner.capacity import Load, PlannedEngine
+from bireme.planner.direction import Direction
+from bireme.planner.observation import Observation, ScalingDecision, StageObservation
+from bireme.planner.planner_settings import PlannerSettings, StageBounds
+from bireme.planner.predictors import ConstantPredictor, Predictor
+
+_SMOOTHING = 0.3  # weight of an interval's lengths and corrections
+_MOST_CORRECTION = 3.0  # either way
+_ENOUGH_REQUESTS = 10  # for their times to say something
+_STEADY_USE = 0.8  # above, times are the queue's rather than the engine's
+_EASY_SHARE = {"throughput": 0.9, "latency": 0.5}  # of what a stage can do at the most
+# Target "load"
+_WAITING_PROMPTS = 1.0  # a prefill worker: above, one more; below a quarter of it on all, one less
+_HIGH_KV, _LOW_KV = 0.8, 0.4
+
+
+@dataclass(slots=True)
+class Corrections:
+    """What is measured over what the table says."""
+
+    ttft: float = 1.0
+    itl: float = 1.0
+
+
+class WorkerPlanner:
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        prefill: PlannedEngine,
+        decode: PlannedEngine,
+        predictor: Predictor | None = None,
+    ) -> None:
+        """Raises ConfigError for settings that contradict each other."""
+        settings.check()
+        self._settings = settings
+        self._engines = {"prefill": prefill, "decode": decode}
+        self._predictor = predictor or ConstantPredictor()
+        self._directions = {
+            stage: Direction(settings.reversal_s, settings.down_window_s) for stage in ("prefill", "decode")
+        }
+        self.corrections = Corrections()
+        self._lengths: tuple[float, float] | None = None  # of prompts and answers
+        self._last_at_s = -math.inf
+        self._last: tuple[int, int] | None = None  # decided
+        self._num_ready = {"prefill": 0, "decode": 0}
+        self._starting_since: dict[str, float] = {}
+
+    @property
+    def settings(self) -> PlannerSettings:
+        return self._settings
+
+    @property
+    def num_reversals(self) -> int:
+        return sum(direction.num_reversals for direction in self._directions.values())
+
+    def set_budget(self, max_gpus: int) -> None:
+        """From the next decision on. Raises ConfigError for less than the minimum needs."""
+        settings = msgspec.structs.replace(self._settings, max_gpus=max_gpus)
+        settings.check()
+        self._settings = settings
+
+    def decide(self, observation: Observation, now: float) -> ScalingDecision:
+        problem = observation.problem(now, self._settings.max_age_s)
+        if not problem and observation.at_s <= self._last_at_s:
+            problem = f"nothing new since {self._last_at_s:.0f}"
+        if problem:
+            return self._hold(observation, now, problem)
+        self._last_at_s = observation.at_s
+        assert observation.prefill is not None and observation.decode is not None
+        assert observation.num_requests is not None
+        self._learn_lengths(observation)
+        self._predictor.observe(observation.num_requests / observation.interval_s)
+        notes = self._note_starts(observation, now)
+        if self._is_idle(observation):
+            needs, why = (self._settings.prefill.minimum, self._settings.decode.minimum), "no requests"
+        elif self._settings.target == "load":
+            needs, why = self._needs_by_queues(observation)
+        elif self._lengths is None:
+            return self._hold(observation, now, "missing: prompt_tokens, output_tokens of any interval")
+        else:
+            load = self._expected_load(observation)
+            self._learn_corrections(observation)
+            needs, why = self._needs_by_table(load)
+        return self._conclude(observation, now, needs, [why, *notes])
+
+    # What is learned
+
+    def _learn_lengths(self, observation: Observation) -> None:
+        if not observation.prompt_tokens or not observation.output_tokens:
+            return
+        found = observation.prompt_tokens, observation.output_tokens
+        known = self._lengths or found
+        self._lengths = _smooth(known[0], found[0]), _smooth(known[1], found[1])
+
+    def _learn_corrections(self, observation: Observation) -> None:
+        """By intervals that say what the engine does: enough requests, workers that are warm, no queue."""
+        assert observation.prefill is not None and observation.decode is not None and self._lengths is not None
+        stages = {"prefill": observation.prefill, "decode": observation.decode}
+        is_steady = all(
+            stage.num_starting == 0 and stage.num_ready == self._num_ready[name] for name, stage in stages.items()
+        )
+        self._num_ready = {name: stage.num_ready for name, stage in stages.items()}
+        if not is_steady or (observation.num_requests or 0) < _ENOUGH_REQUESTS:
+            return
+        load = Load((observation.num_requests or 0) / observation.interval_s, *self._lengths)
+        prefill, decode = self._engines["prefill"], self._engines["decode"]
+        found = self.corrections
+        if observation.ttft_ms and capacity.prefill_use(prefill, load, observation.prefill.num_ready) < _STEADY_USE:
+            expected = capacity.expected_ttft_ms(prefill, load, observation.prefill.num_ready)
+            found.ttft = _smooth(found.ttft, _bounded(observation.ttft_ms / expected))
+        expected = capacity.expected_itl_ms(decode, load, observation.decode.num_ready)
+        if observation.itl_ms and expected < math.inf:
+            found.itl = _smooth(found.itl, _bounded(observation.itl_ms / expected))
+
+    def _note_starts(self, observation: Observation, now: float) -> list[str]:
+        """One that never becomes ready counts once, among those that are there: it is not asked for again."""
+        notes = []
+        for name in ("prefill", "decode"):
+            stage: StageObservation = getattr(observation, name)
+            if not stage.num_starting or stage.num_ready > self._num_ready[name]:
+                self._starting_since.pop(name, None)
+            if stage.num_starting:
+                since = self._starting_since.setdefault(name, now)
+                if now - since > self._settings.ready_timeout_s:
+                    notes.append(
+                        f"{stage.num_starting} {name} not ready for {now - since:.0f} s: counted, not asked for again"
+                    )
+        return notes
+
+    # What is needed
+
+    def _is_idle(self, observation: Observation) -> bool:
+        assert observation.prefill is not None and observation.decode is not None
+        return not (observation.num_requests or observation.prefill.num_waiting or observation.decode.num_waiting)
+
+    def _expected_load(self, observation: Observation) -> Load:
+        """Until workers that are asked for now are there, and the next decision; those that wait come on top."""
+        assert self._lengths is not None and observation.prefill is not None and observation.decode is not None
+        settings = self._settings
+        steps = 1 + math.ceil(settings.start_s / settings.interval_s)
+        expected = max(self._predictor.predict(steps), 0.0) * settings.headroom
+        waiting = observation.prefill.num_waiting + observation.decode.num_waiting
+        return Load(expected + waiting / observation.interval_s, *self._lengths)
+
+    def _needs_by_table(self, load: Load) -> tuple[tuple[int, int], str]:
+        settings, found, notes = self._settings, self.corrections, list[str]()
+        prefill, decode = self._engines["prefill"], self._engines["decode"]
+        if (share := _EASY_SHARE.get(settings.target)) is not None:
+            num_prefill = _fewest(settings.prefill, lambda count: capacity.prefill_carries(prefill, load, count, share))
+            num_decode = _fewest(settings.decode, lambda count: capacity.decode_carries(decode, load, count, share))
+        else:
+            num_prefill = self._prefill_for_sla(load, notes)
+            num_decode = self._decode_for_sla(load, notes)
+        why = (
+            f"{load.requests_per_s:.2f} requests/s of {load.prompt_tokens:.0f}/{load.output_tokens:.0f} tokens need"
+            f" {num_prefill}+{num_decode} ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f})"
+        )
+        return (num_prefill, num_decode), "; ".join([why, *notes])
+
+    def _prefill_for_sla(self, load: Load, notes: list[str]) -> int:
+        """A target below what one prompt takes alone is out of reach of any number: then the load counts."""
+        settings, engine, correction = self._settings, self._engines["prefill"], self.corrections.ttft
+        alone_ms = engine.prompt_ms(load.prompt_tokens) * correction
+        if alone_ms > settings.ttft_ms:
+            notes.append(f"ttft_ms {settings.ttft_ms:.0f} is out of reach: a prompt alone takes {alone_ms:.0f}")
+            return _fewest(settings.prefill, lambda count: capacity.prefill_carries(engine, load, count))
+        return _fewest(
+            settings.prefill,
+            lambda count: capacity.prefill_fits(engine, load, count, settings.ttft_ms, correction),
+        )
+
+    def _decode_for_sla(self, load: Load, notes: list[str]) -> int:
+        settings, engine, correction = self._settings, self._engines["decode"], self.corrections.itl
+        alone_ms = engine.decode_ms(1, capacity.context_of(load)) * correction
+        if alone_ms > settings.itl_ms:
+            notes.append(f"itl_ms {settings.itl_ms:g} is out of reach: a request alone has {alone_ms:.1f}")
+            return _fewest(settings.decode, lambda count: capacity.decode_carries(engine, load, count))
+        return _fewest(
+            settings.decode, lambda count: capacity.decode_fits(engine, load, count, settings.itl_ms, correction)
+        )
+
+    def _needs_by_queues(self, observation: Observation) -> tuple[tuple[int, int], str]:
+        """One more or one less; nothing while workers start, whose queues are still the others'."""
+        prefill, decode = observation.prefill, observation.decode
+        assert prefill is not None and decode is not None
+        waiting = prefill.num_waiting / max(prefill.num_ready, 1)
+        by_prefill = (waiting > _WAITING_PROMPTS) - (waiting < _WAITING_PROMPTS / 4)
+        has_queue = decode.num_waiting > 0
+        fewer_kv = decode.kv_usage * decode.num_ready / max(decode.num_ready - 1, 1)
+        by_decode = (decode.kv_usage > _HIGH_KV or has_queue) - (fewer_kv < _LOW_KV and not has_queue)
+        needs = (
+            prefill.num_workers + (0 if prefill.num_starting else by_prefill),
+            decode.num_workers + (0 if decode.num_starting else by_decode),
+        )
+        why = f"{waiting:.1f} prompts wait a prefill worker, decode uses {decode.kv_usage:.0%} of its KV"
+        return needs, f"{why}, {decode.num_waiting} wait there (load)"
+
+    # What is done
+
+    def _conclude(
+        self, observation: Observation, now: float, needs: tuple[int, int], reasons: list[str]
+    ) -> ScalingDecision:
+        assert observation.prefill is not None and observation.decode is not None
+        wanted = self._settings.within_budget(*needs)
+        if wanted != needs:
+            reasons.append(f"minimum, maximum and {self._settings.max_gpus} GPUs allow {wanted[0]}+{wanted[1]}")
+        have = observation.prefill.num_workers, observation.decode.num_workers
+        allowed = []
+        for stage, one, count in zip(("prefill", "decode"), have, wanted, strict=True):
+            direction = self._directions[stage]
+            direction.needed(now, count)
+            found, against = direction.allow(now, one, count, self._is_idle(observation))
+            allowed.append(found)
+            if against:
+                reasons.append(f"{stage}: {against}")
+        return self._decided(have, (allowed[0], allowed[1]), now, reasons)
+
+    def _hold(self, observation: Observation, now: float, problem: str) -> ScalingDecision:
+        if observation.prefill is not None and observation.decode is not None and not problem.startswith("absurd"):
+            have = observation.prefill.num_workers, observation.decode.num_workers
+        else:
+            have = self._last or (self._settings.prefill.minimum, self._settings.decode.minimum)
+        if problem.startswith(("stale", "nothing new", "clocks")) and self._last is not None:
+            have = self._last
+        return self._decided(have, have, now, [f"hold: {problem}"])
+
+    def _decided(
+        self, have: tuple[int, int], allowed: tuple[int, int], now: float, reasons: list[str]
+    ) -> ScalingDecision:
+        """Never above the budget, below the minimum, whatever is held."""
+        final = self._settings.within_budget(*allowed)
+        if final != allowed:
+            reasons.append(f"within {self._settings.max_gpus} GPUs and bounds: {final[0]}+{final[1]}")
+        for stage, before, after in zip(("prefill", "decode"), have, final, strict=True):
+            self._directions[stage].went(now, after - before)
+        self._last = final
+        return ScalingDecision(*final, "; ".join(reasons))
+
+
+def _fewest(bounds: StageBounds, does: Callable[[int], bool]) -> int:
+    return next((count for count in range(bounds.minimum, bounds.maximum + 1) if does(count)), bounds.maximum)
+
+
+def _smooth(known: float, found: float) -> float:
+    return known + _SMOOTHING * (found - known)
+
+
+def _bounded(correction: float) -> float:
+    return min(max(correction, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
