@@ -11,11 +11,13 @@ gives the same figures, whatever the machine.
     python tools/simulate.py /tmp/dynamo-request-trace.*.jsonl.gz
     python tools/simulate.py conversations --prefill-workers 0,2,4 --workers 8 --step-times h100-8b-bf16 --modes kv
     python tools/simulate.py log/requests.*.jsonl --workers 2,4,8 --modes kv --speed 2     # for twice the traffic
+    python tools/simulate.py day --prefill-workers 1,2 --workers 2,4 --modes kv --planner sla
 
 Good are requests within --slo-ttft-ms and --slo-itl-ms. Traces have Mooncake's form (kvcache-ai/Mooncake,
 FAST25-release/traces), where what came in the same three seconds is spread over them, or the request log's,
-`dynamo.request.trace.v1`, Dynamo's own and compressed ones too. Progress goes to stderr; the table comes first, the
-last line of stdout is one JSON document.
+`dynamo.request.trace.v1`, Dynamo's own and compressed ones too. --planner runs the planner and Dynamo's rule as well,
+from the minimum up to the largest of the sizes, and compares them with the best of these. Progress goes to stderr; the
+table comes first, the last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -33,12 +35,19 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
+import msgspec
 import numpy as np
 
 from benchmarks.options import chosen, numbers
 from bireme.config import MockerConfig, RouterConfig, RoutingMode
 from bireme.conversion import convert
 from bireme.errors import ConfigError
+from bireme.planner.capacity import PlannedEngine
+from bireme.planner.dynamo_rule import DynamoProfile, DynamoRule
+from bireme.planner.planner import WorkerPlanner
+from bireme.planner.planner_settings import PlannerSettings, PlannerTarget, StageBounds
+from bireme.planner.predictors import PredictorName, make_predictor
+from bireme.planner.simulated import SimulatedScaler
 from bireme.sizing.simulator.cluster import ClusterSettings, simulate
 from bireme.sizing.simulator.outcome import Outcome
 from bireme.sizing.simulator.synthetic import GENERATORS
@@ -56,6 +65,8 @@ from bireme.sizing.step_times import StepTimes, published
 
 MODES = tuple(mode for mode in get_args(RoutingMode) if mode != "direct")
 BACKGROUND = 0.2  # priority
+DYNAMO_INTERVAL_S = 180.0  # its default
+EQUAL_SHARES = 0.001  # of requests within the SLO
 COLUMNS = {
     "ttft_p50_ms": "TTFT p50", "ttft_p99_ms": "p99 ms", "itl_p50_ms": "ITL p50", "itl_p99_ms": "p99 ms",
     "hit_rate": "hit rate", "hits_of_endless": "of endless", "load_cov": "load CoV", "tokens_per_s": "tokens/s",
@@ -72,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for option, least in (("workers", 1), ("prefill_workers", 0)):
             if (found := min(getattr(options, option))) < least:
                 raise ValueError(f"--{option.replace('_', '-')} {found}: {least} or more")
+        bounds = planner_settings(options)
     except (ConfigError, ValueError, OSError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
@@ -89,14 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hop_s=options.hop_ms / 1e3,
         ttft_s=options.slo_ttft_ms / 1e3,
         itl_s=options.slo_itl_ms / 1e3,
+        start_s=options.start_s,
+        interval_s=options.interval_s,
         seed=options.seed,
     )
     try:
         outcomes, rows = run_all(requests, settings, options)
+        if bounds is not None:
+            planned_outcomes, planned_rows = run_planners(requests, settings, options, bounds)
+            outcomes, rows = outcomes + planned_outcomes, rows + planned_rows
     except ConfigError as error:
         print(f"\nsimulate: {error}", file=sys.stderr)
         return 2
     print_table(rows)
+    if bounds is not None:
+        print_planners(rows)
     if options.plot:
         draw(options.plot, outcomes)
     statistics = statistics_of(requests, size)
@@ -117,6 +136,88 @@ def run_all(
         outcomes.append((name, simulate(requests, mode, sized, Progress(name, len(requests)))))
         rows.append(outcomes[-1][1].summary() | {"workers": workers, "prefill_workers": prefill})
     return outcomes, rows
+
+
+def planner_settings(options: argparse.Namespace) -> PlannerSettings | None:
+    """None: without a planner. Raises ConfigError."""
+    if options.planner is None:
+        return None
+    if min(options.prefill_workers) < 1:
+        raise ConfigError("--planner: --prefill-workers 1 or more; it sizes prefill and decode apart")
+    num_prefill, num_decode = max(options.prefill_workers), max(options.workers)
+    tree = {
+        "target": options.planner,
+        "ttft_ms": options.slo_ttft_ms,
+        "itl_ms": options.slo_itl_ms,
+        "max_gpus": options.max_gpus or num_prefill + num_decode,
+        "interval_s": options.interval_s,
+        "start_s": options.start_s,
+    }
+    bounds = {"prefill": StageBounds(maximum=num_prefill), "decode": StageBounds(maximum=num_decode)}
+    found: PlannerSettings = msgspec.structs.replace(convert(tree, PlannerSettings, "--planner"), **bounds)
+    found.check()
+    make_predictor(options.predictor)  # its library is there
+    return found
+
+
+def run_planners(
+    requests: Sequence[SimulatedRequest],
+    settings: ClusterSettings,
+    options: argparse.Namespace,
+    bounds: PlannerSettings,
+) -> tuple[list[tuple[str, Outcome]], list[dict[str, Any]]]:
+    """Run the planner and Dynamo's rule, each from the minimum on; a row of figures for each."""
+    engines = [
+        PlannedEngine(one.times, one.max_num_tokens, one.max_batch_size, one.num_blocks * one.tokens_per_block)
+        for one in (settings.prefill, settings.decode)
+    ]
+    outcomes, rows = [], []
+    least = dataclasses.replace(settings, num_prefill=bounds.prefill.minimum, num_decode=bounds.decode.minimum)
+    for mode in options.modes:
+        planner = WorkerPlanner(bounds, *engines, make_predictor(options.predictor))
+        rule = DynamoRule(bounds, DynamoProfile(*engines))
+        for name, decide, interval_s in (
+            ("planner", planner.decide, bounds.interval_s),
+            ("dynamo", lambda observation, now, rule=rule: rule.decide(observation), DYNAMO_INTERVAL_S),
+        ):
+            scaler = SimulatedScaler(decide)
+            sized = dataclasses.replace(least, interval_s=interval_s)
+            outcome = simulate(requests, mode, sized, Progress(f"{mode}, {name}", len(requests)), scaler)
+            outcomes.append((f"{mode}, {name}", outcome))
+            rows.append(outcome.summary() | planned_figures(name, scaler, bounds))
+    return outcomes, rows
+
+
+def planned_figures(name: str, scaler: SimulatedScaler, bounds: PlannerSettings) -> dict[str, Any]:
+    """Return what was decided; of sizes, the most at one time."""
+    decisions = [decision for _, decision in scaler.decisions]
+    num_reversals, most = scaler.reversals(600.0) if decisions else (0, 0)
+    return {
+        "planner": name,
+        "workers": max((one.decode for one in decisions), default=bounds.decode.minimum),
+        "prefill_workers": max((one.prefill for one in decisions), default=bounds.prefill.minimum),
+        "most_gpus": max((bounds.gpus_of(one.prefill, one.decode) for one in decisions), default=0),
+        "reversals": num_reversals,
+        "most_reversals_in_10_min": most,
+        "decisions": [[at, one.prefill, one.decode, one.reason] for at, one in scaler.decisions],
+    }
+
+
+def best_fixed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the one with the fewest worker-hours among those that hold the SLO as often as any."""
+    most = max(row["good_share"] for row in rows)
+    return min((row for row in rows if row["good_share"] >= most - EQUAL_SHARES), key=lambda row: row["worker_hours"])
+
+
+def print_planners(rows: Sequence[dict[str, Any]]) -> None:
+    print(f"\n{'':<26}{'SLO held':>10}{'worker-hours':>14}{'reversals':>11}{'in 10 min':>11}")
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        alike = [row for row in rows if row["mode"] == mode]
+        fixed = best_fixed([row for row in alike if "planner" not in row])
+        for row in [*(row for row in alike if "planner" in row), fixed]:
+            name = f"{mode}, {row.get('planner') or 'best fixed ' + sizes_of(row)}"
+            counts = (row.get("reversals", 0), row.get("most_reversals_in_10_min", 0))
+            print(f"{name:<26}{row['good_share']:>10.2%}{row['worker_hours']:>14.1f}{counts[0]:>11}{counts[1]:>11}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -151,6 +252,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lag-ms", type=float, default=5.0, help="until routers know of an event or a load")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
     parser.add_argument("--slo-itl-ms", type=float, default=25.0)
+    parser.add_argument("--planner", choices=get_args(PlannerTarget), help="its target: it, and Dynamo's rule, as well")
+    parser.add_argument("--predictor", choices=get_args(PredictorName), default="constant", help="of the planner")
+    parser.add_argument("--max-gpus", type=int, help="its budget, one a worker; without it as much as the largest size")
+    parser.add_argument("--interval-s", type=float, default=60.0, help="between two of its decisions")
+    parser.add_argument("--start-s", type=float, default=30.0, help="until a worker that joins is ready")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", help="write a PNG")
     return parser.parse_args(arguments)
@@ -221,7 +327,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     print(f"{'mode':<14}{'workers':>8}" + "".join(f"{title:>12}" for title in COLUMNS.values()))
     for row in rows:
         print(
-            f"{row['mode']:<14}{sizes_of(row):>8}"
+            f"{row.get('planner', row['mode']):<14}{sizes_of(row):>8}"
             + "".join(f"{row[name]:>12,.3g}" if row[name] < 10 else f"{row[name]:>12,.0f}" for name in COLUMNS)
         )
 
