@@ -112,6 +112,20 @@ class Generation:
             yield
             reply.close()
 
+    @contextlib.contextmanager
+    def streaming_itself(self) -> Iterator[None]:
+        """The same by its own engine; weights that are no more may hold in its frontend for a moment."""
+        has_it, tries = False, 0
+        while not has_it:
+            assert (tries := tries + 1) < 40, self.door.status()
+            with self.streaming():
+                deadline = time.monotonic() + 3
+                while not has_it and time.monotonic() < deadline:
+                    has_it = self.door.status()["workers"]["decode"]["in_flight_requests"] > 0
+                    time.sleep(0.05)
+                if has_it:
+                    yield
+
     def is_ready(self) -> bool:
         """As a balancer asks."""
         try:

@@ -117,8 +117,7 @@ def test_one_that_answers_the_same_takes_the_place_and_back_brings_the_old_one_a
 
 def test_an_old_one_that_is_still_at_work_after_the_limit_is_told(old, new):
     wait_for(lambda: not old.door.status()["in_flight_requests"])  # metrics of the test before come a moment later
-    with old.streaming():
-        wait_for(lambda: old.door.status()["in_flight_requests"])
+    with old.streaming_itself():
         code, result, told = update(old, new, "--mirror", "0", "--pause", "0", "--drain-limit", "0")
         assert code == 3 and result["taken"] and not result["is_old_safe"], told
         assert "update: the new generation serves, and the old one is still at work: " in told
