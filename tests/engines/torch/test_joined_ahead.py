@@ -81,6 +81,13 @@ def test_an_estimate_follows_quicker_steps_at_once():
     assert pace.starts_next_at(FEW, 5.0) == 0.0  # too short to wait for anybody
 
 
+def test_nobody_waits_as_long_as_a_machine_that_was_suspended():
+    pace, now = StepPace(StepCosts()), 0.0
+    for _ in range(3):
+        pace.landed(FEW, now, now := now + 600.0)
+    assert 0.2 < pace.starts_next_at(FEW, now) - now < 0.3
+
+
 def test_steps_whose_ends_nobody_awaits_are_measured_together():
     costs = StepCosts()
     pace, chunk = StepPace(costs), StepWork(0, 512, 0)

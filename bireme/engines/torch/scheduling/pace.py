@@ -10,6 +10,7 @@ from __future__ import annotations
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 
 _LEAST_S = 4e-3  # of a step: less to wait for gains nobody anything
+_MOST_S = 0.25  # that is believed: who waits for longer measures no less, and never learns of an exception
 _MARGIN_S = 1e-3  # by which a thread may wake too late
 
 
@@ -40,5 +41,5 @@ class StepPace:
 
     def starts_next_at(self, work: StepWork, began_at: float) -> float:
         """Return until when the start of the step after this one, the first to land, can wait; 0: not at all."""
-        seconds = self._costs.least_s(work)
+        seconds = min(self._costs.least_s(work), _MOST_S)
         return (self._ended_at or began_at) + seconds - self._start_s - _MARGIN_S if seconds >= _LEAST_S else 0.0

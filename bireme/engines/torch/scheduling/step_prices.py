@@ -6,6 +6,7 @@ from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.kv.wire.event_wire import PRICED_TOKENS, WorkerPrices
 
 NOTHING = StepWork(0, 0, 0)
+_MOST_PARTS = 64  # of a prompt: many small ones cost about what fewer do
 
 
 def prices_of(
@@ -17,9 +18,9 @@ def prices_of(
     step_s = costs.usual_s(beside)
     added: list[float] = []
     for tokens in PRICED_TOKENS:
-        seconds, before = 0.0, 0
+        seconds, before, a_part = 0.0, 0, max(step_tokens, tokens // _MOST_PARTS)
         while before < tokens:
-            count = min(tokens - before, step_tokens)
+            count = min(tokens - before, a_part)
             seconds += max(0.0, costs.usual_s(beside.with_chunk(before, count)) - step_s)
             before += count
         added.append(round(max([1e3 * seconds, *added[-1:]]), 3))  # a longer one never costs less
