@@ -92,7 +92,10 @@ def test_one_that_answers_differently_is_found_and_not_taken(old, new):
 def test_ctrl_c_among_the_weights_has_the_old_one_take_everything_again_and_so_has_back(old, new, known):
     waits = ("--mirror", "0", "--steps", "0.5,1", "--pause", "600")
     with Clients([old, new], known, **FEW) as clients:
-        running = subprocess.Popen(update_command(old, new, *waits), stdout=PIPE, stderr=PIPE, text=True)
+        running = subprocess.Popen(
+            update_command(old, new, *waits), stdout=PIPE, stderr=PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # behind a script it would be ignored
+        )  # fmt: skip
         told = list(itertools.takewhile(lambda line: line != "update: weight 0.5\n", running.stderr))
         wait_for(lambda: new.door.status()["shares"] == {"1": 0.5, "0": 0.5})
         running.send_signal(signal.SIGINT)
