@@ -21,6 +21,11 @@ def test_every_program_is_run_by_a_test():
     )
 
 
+def test_each_benchmark_with_arguments_is_named_where_they_are_run():
+    named = (CHECKOUT / "tests/server/test_programs.py").read_text()
+    assert [name for name in RUNS if name.startswith("benchmarks/") and f'"{name}"' not in named] == []
+
+
 def test_no_program_is_listed_twice():
     assert not RUNS.keys() & ELSEWHERE.keys()
 

@@ -54,6 +54,21 @@ def test_a_tool_or_trainer_runs(run, program):
     run(program)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "program",
+    [
+        "benchmarks/arrivals_gpu.py", "benchmarks/arrivals_served.py", "benchmarks/attention_gpu.py",
+        "benchmarks/engine_gpu.py", "benchmarks/engine_soak.py", "benchmarks/fabric_gpu.py",
+        "benchmarks/first_requests_gpu.py", "benchmarks/guided_gpu.py", "benchmarks/kv_tiers.py",
+        "benchmarks/router.py", "benchmarks/routing.py", "benchmarks/routing_grid.py", "benchmarks/transfer.py",
+        "benchmarks/transfer_gpu.py",
+    ],
+)  # fmt: skip
+def test_a_benchmark_ends_without_an_error(run, program):
+    run(program)
+
+
 def test_serving_overhead_measures_every_path_without_an_error(run):
     cells = last_line(run("benchmarks/serving_overhead.py"))["cells"]
     assert [cell["path"] for cell in cells] == ["engine", "bus", "decode", "generate"]

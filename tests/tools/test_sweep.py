@@ -245,12 +245,18 @@ def test_a_matrix_that_is_nested_for_ever_is_refused(tmp_path):
         read_matrix(str(tmp_path / "matrix.yaml"))
 
 
+def ends(pid):
+    deadline = time.monotonic() + 60
+    while (lives := is_alive(pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not lives
+
+
 def test_a_load_leaves_no_children_when_it_ends(tmp_path):
     script = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
     wait = Wait(Stop(), "a cell", lambda text: None)
     child = int(run_load([sys.executable, "-c", script], tmp_path / "load.log", 600, lambda: False, wait))
-    while is_alive(child):
-        time.sleep(0.01)
+    assert ends(child)
 
 
 def test_a_load_dies_with_the_sweep(tmp_path):
@@ -269,8 +275,7 @@ def test_a_load_dies_with_the_sweep(tmp_path):
     finally:
         sweep.kill()
         sweep.wait()
-    while is_alive(int(output.read_text())):
-        time.sleep(0.01)
+    assert ends(int(output.read_text()))
 
 
 def test_a_load_that_fails_tells_the_end_of_what_it_said(tmp_path):
