@@ -99,6 +99,8 @@ class RollingUpdate:
         ):
             try:
                 door.post(path, **fields)
+                if path == "/undrain" and (state := self._settled(door)):  # else nobody is ready for a moment
+                    problems.append(f"{path} at {door.address}: it is {state}")
             except BiremeError as error:
                 problems.append(f"{path} at {door.address}: {error}")
         return problems
@@ -154,19 +156,23 @@ class RollingUpdate:
 
     def _shift(self, has_weights: bool) -> None:
         self._new.post("/undrain")
-        self._wait_open()
+        if state := self._settled(self._new):
+            raise NotTakenError(f"the new generation is no longer ready: {state}")
         for weight in self._plan.steps if has_weights else (1.0,):
             self._new.post("/weight", weight=weight)
             self._tell(f"weight {weight:g}" if has_weights else "the new entry takes requests")
             self._watch(self._plan.pause_s)
 
-    def _wait_open(self) -> None:
-        """Its health goes from `draining` by `not_ready`, for a moment. Raises NotTakenError."""
+    def _settled(self, door: DoorCalls) -> str:
+        """Wait until a launch that no longer drains is ready; return what else it is. Its health goes from `draining`
+        by `not_ready`, for a moment.
+        """
         deadline = time.monotonic() + min(_SETTLE_S, self._plan.ready_limit_s)
-        while (status := self._new.status())["status"] not in ("ready", "degraded"):
+        while (state := str(door.status()["status"])) not in ("ready", "degraded"):
             if time.monotonic() >= deadline:
-                raise NotTakenError(f"the new generation is no longer ready: {status['status']}")
+                return state
             time.sleep(_LOOK_S)
+        return ""
 
     def _watch(self, seconds: float) -> None:
         """Raises NotTakenError."""

@@ -1,5 +1,7 @@
 """What a rolling update asks of two admin doors, and for which reasons a new generation is not taken."""
 
+import dataclasses
+
 import pytest
 
 from bireme.errors import UnavailableError
@@ -164,3 +166,14 @@ def test_the_way_back_opens_the_old_one_first_and_goes_on_past_a_door_that_is_go
     problems = RollingUpdate(old, new, FAST, lambda _: None).go_back()
     assert asked == [("old", "/undrain", {}), ("old", "/mirror", {"url": None})]
     assert len(problems) == 2 and "/weight at new: new: no admin door answers there" in problems[0]
+
+
+def test_the_new_one_is_closed_only_when_the_old_one_is_ready_again(old, new, asked):
+    seen, post = [], new.post
+    new.post = lambda path, **fields: (seen.append(old.facts["status"]), post(path, **fields))
+    old.later = [{"status": "draining"}, {"status": "not_ready"}, {"status": "ready"}]
+    patient = dataclasses.replace(FAST, ready_limit_s=60)
+    assert RollingUpdate(old, new, patient, lambda _: None).go_back() == [] and seen == ["ready", "ready"]
+    old.facts["status"] = "not_ready"
+    told = RollingUpdate(old, new, FAST, lambda _: None).go_back()
+    assert told == ["/undrain at old: it is not_ready"] and asked[-1][0] == "old"
