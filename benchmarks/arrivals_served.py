@@ -1,6 +1,8 @@
 """Requests that arrive at random, through tritonserver and the OpenAI frontend, beside vLLM in process.
 
 The load of arrivals_gpu.py (Poisson, lengths as chats have them) on random weights (bf16) of a known model's shape.
+Then prompts alone, one after the other (`--alone`), and twice as many requests of 512 tokens in and 128 out as are let
+in at once (`--in-flight`).
 This process is the client: of the frontend by server-sent events over HTTP, of vLLM by its AsyncLLM, which has its
 engine core in a process of its own, without HTTP. One after the other on the same machine, since both want the whole
 GPU, and each in its own environment. Each call is one start, and adds its loads to the file:
@@ -42,10 +44,14 @@ ENGINES = ("frontend", "vllm")
 COMPARED = (8.0, 20.0, 30.0)  # requests/s
 AIM_TPOT, AIM_GAPS = 1.0, 1.1  # of vLLM's
 AIM_TTFT_MS = 5.0  # above vLLM's
+AIM_ALONE = {8192: 0.98, 32000: 1.0}  # TTFT of a prompt alone, of vLLM's
+AIM_IN_FLIGHT = 1.0  # tokens/s, of vLLM's
 NAME = "bench"
 _WAIT_S = 120.0
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 _WARM_UP = (10.0, 4.0)  # requests/s, seconds
+_MAX_SEQ_LEN = 33792
+_ALONE = 4  # prompts of a length, the first of which is not measured
 Ask = Callable[[list[int], int], Awaitable[Seen]]  # token ids of a prompt, how many to answer
 
 
@@ -75,7 +81,13 @@ async def measure(ask: Ask, options: argparse.Namespace, started: float) -> None
         for rate in options.rates if not repeat else [one for one in options.rates if one in COMPARED]:
             loads.append(await load(ask, rate, options.seconds, scale))
             print(options.engine, line(loads[-1]), flush=True)
-    measure_file(options, {"engine": options.engine, "shape": options.shape, "ready_s": ready_s, "loads": loads})
+    found = {"engine": options.engine, "shape": options.shape, "ready_s": ready_s, "loads": loads}
+    found["alone"] = [await alone(ask, length) for length in options.alone]
+    if options.in_flight:
+        found["in_flight"] = await in_flight(ask, options.in_flight, scale)
+    for one in [*found["alone"], *filter(None, [found.get("in_flight")])]:
+        print(options.engine, one, flush=True)
+    measure_file(options, found)
 
 
 async def load(ask: Ask, rate: float, seconds: float, scale: float) -> dict[str, Any]:
@@ -87,6 +99,28 @@ async def load(ask: Ask, rate: float, seconds: float, scale: float) -> dict[str,
     load_ended = time.perf_counter()
     asked = await asyncio.wait_for(asyncio.gather(*tasks), _WAIT_S)
     return summary(rate, asked, began, load_ended)
+
+
+async def alone(ask: Ask, length: int) -> dict[str, Any]:
+    random, ttfts = np.random.default_rng(time.time_ns() % (1 << 32)), []
+    for _ in range(_ALONE):
+        ttfts.append((await ask(random.integers(10, 500, length).tolist(), 4)).ttft)
+    return {"prompt": length, "ttft_ms": [round(1e3 * ttft, 2) for ttft in ttfts[1:]]}
+
+
+async def in_flight(ask: Ask, count: int, scale: float) -> dict[str, Any]:
+    random, room = np.random.default_rng(time.time_ns() % (1 << 32)), asyncio.Semaphore(count)
+    inputs, outputs = max(4, int(512 * scale)), max(4, int(128 * scale))
+
+    async def one(prompt: list[int]) -> None:
+        async with room:
+            await ask(prompt, outputs)
+
+    prompts = random.integers(10, 500, (2 * count, inputs)).tolist()
+    began = time.perf_counter()
+    await asyncio.wait_for(asyncio.gather(*map(one, prompts)), _WAIT_S)
+    tokens_per_s = len(prompts) * outputs / (time.perf_counter() - began)
+    return {"in_flight": count, "prompt": inputs, "output": outputs, "tokens_per_s": round(tokens_per_s)}
 
 
 @contextmanager
@@ -101,7 +135,7 @@ def frontend(folder: Path, options: argparse.Namespace) -> Any:
         model = Path(options.model)
     else:
         write_model(model := folder / "model", options.shape)
-    engine = {"load_format": "dummy", "dtype": "bfloat16", "max_batch_size": 256, "max_seq_len": 16384}
+    engine = {"load_format": "dummy", "dtype": "bfloat16", "max_batch_size": 256, "max_seq_len": _MAX_SEQ_LEN}
     engine |= {"kv_cache_config": {"tokens_per_block": 32} | ({"max_tokens": 16384} if options.quick else {})}
     recipe = {
         "model": str(model),
@@ -174,7 +208,7 @@ def vllm(folder: Path, options: argparse.Namespace) -> Any:
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=options.model or str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-                gpu_memory_utilization=0.8, max_model_len=16384, max_num_seqs=256, disable_log_stats=True,
+                gpu_memory_utilization=0.8, max_model_len=_MAX_SEQ_LEN, max_num_seqs=256, disable_log_stats=True,
             )
         )  # fmt: skip
 
@@ -223,6 +257,25 @@ def report(starts: list[dict[str, Any]], plot: str) -> None:
              for engine in {engine for engine, _ in found}}  # fmt: skip
     if len(knees) == len(ENGINES):
         aim("goodput at the knee, of vLLM's", knees["frontend"] / knees["vllm"], 1.0, at_least=True)
+    compare_alone(starts)
+    ours, theirs = (
+        [start["in_flight"]["tokens_per_s"] for start in starts if start["engine"] == engine and "in_flight" in start]
+        for engine in ENGINES
+    )
+    if ours and theirs:
+        found_share = min(ours) / statistics.median(theirs)
+        aim("tokens/s of requests let in at once, of vLLM's", found_share, AIM_IN_FLIGHT, at_least=True)
+
+
+def compare_alone(starts: list[dict[str, Any]]) -> None:
+    for length, asked in AIM_ALONE.items():
+        ours, theirs = (
+            [statistics.median(one["ttft_ms"]) for start in starts if start["engine"] == engine
+             for one in start.get("alone", ()) if one["prompt"] == length]
+            for engine in ENGINES
+        )  # fmt: skip
+        if ours and theirs:
+            aim(f"TTFT of {length} tokens alone, of vLLM's", max(ours) / statistics.median(theirs), asked)
 
 
 def compare(rate: float, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
@@ -283,13 +336,15 @@ def parse() -> argparse.Namespace:
     measuring.add_argument("--rates", type=numbers(float), default=list(COMPARED), help="requests/s: 8,20,30")
     measuring.add_argument("--seconds", type=float, default=15.0, help="of each load")
     measuring.add_argument("--repeats", type=int, default=1, help="of the rates that are compared")
+    measuring.add_argument("--alone", type=numbers(int), default=list(AIM_ALONE), help="tokens of prompts: 8192,32000")
+    measuring.add_argument("--in-flight", type=int, default=256, help="requests at once; 0: not measured")
     measuring.add_argument("--quick", action="store_true", help="short requests, no figures worth having")
     reporting = actions.add_parser("report", help="a table, a plot and the aims")
     reporting.add_argument("file")
     reporting.add_argument("--plot", default="", help="PNG to write")
     options = parser.parse_args()
     if options.action == "measure" and options.quick:
-        options.rates, options.seconds = [4.0], 4.0
+        options.rates, options.seconds, options.alone, options.in_flight = [4.0], 4.0, [64], 4
     return options
 
 
