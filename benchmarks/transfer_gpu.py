@@ -40,8 +40,8 @@ from benchmarks.transfer import KEY, EngineEnd, aim, make_transfer
 from bireme.disagg import DisaggregatedParams, seal
 from bireme.discovery import run_folder
 from bireme.discovery.records import WorkerRecord, host_id
-from bireme.engines.torch.geometry import LayerGeometry
-from bireme.engines.torch.pools.kv_store import KvStore, group_layers
+from bireme.engines.torch.geometry import LayerGeometry, group_layers
+from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.kv.transfer.chunks import CHUNK_BYTES, GPU_FACTOR
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import TokenRows

@@ -226,3 +226,11 @@ def test_a_stub_s_modules_load_without_the_heavy_ones(part):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_what_says_the_size_of_an_engine_before_it_starts_loads_no_torch():
+    names = [f"bireme.engines.torch.{name}" for name in ("geometry", "native", "pools.sizes", "weights.dtypes")]
+    names += [f"bireme.engines.torch.weights.{name}" for name in ("architectures", "limits")]
+    code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr

@@ -93,8 +93,8 @@ def make_memory(layout: KvLayout, num_tokens: int, *, on_gpu: bool) -> RowMemory
         )
     import torch
 
-    from bireme.engines.torch.geometry import LayerGeometry
-    from bireme.engines.torch.pools.kv_store import KvStore, group_layers
+    from bireme.engines.torch.geometry import LayerGeometry, group_layers
+    from bireme.engines.torch.pools.kv_store import KvStore
 
     geometry = [
         LayerGeometry(1, row // 2, row - row // 2, group.window, torch.uint8, ())

@@ -1,11 +1,17 @@
-"""What never changes after the start: the shape of layers, their groups, and what one engine takes."""
+"""What never changes after the start: the shape of layers, their groups, and what one engine takes.
+
+Needs no torch: a program that starts engines says with it what they will take.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,16 @@ class LayerGroup:
     @property
     def bytes_per_token(self) -> int:
         return sum(self.row_bytes)
+
+
+def group_layers(geometry: Sequence[LayerGeometry]) -> tuple[LayerGroup, ...]:
+    """Sort layers by window: all-seeing first, then from the widest to the narrowest."""
+    windows = sorted({layer.window for layer in geometry}, key=lambda window: -window if window else -float("inf"))
+    return tuple(
+        LayerGroup(window, layers, tuple(geometry[layer].row_bytes for layer in layers))
+        for window in windows
+        for layers in [tuple(index for index, layer in enumerate(geometry) if layer.window == window)]
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ import torch
 from bireme.engines.base import EngineContext, RequestKey
 from bireme.engines.torch.forward.opening import StepModel, add_graphs, open_forward, open_model
 from bireme.engines.torch.forward.warmup import warm_up
+from bireme.engines.torch.geometry import group_layers
 from bireme.engines.torch.images.picture_side import PictureSide, open_pictures
 from bireme.engines.torch.pools.block_mover import BlockMover
-from bireme.engines.torch.pools.kv_store import KvStore, group_layers
+from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes, tier_sizes
 from bireme.engines.torch.scheduling.admission import Admission
 from bireme.engines.torch.scheduling.core import EngineCore

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bireme.config import EngineConfig, KvCacheConfig, SchedulerConfig
-from bireme.engines.torch.geometry import LayerGeometry
-from bireme.engines.torch.pools.kv_store import group_layers
+from bireme.engines.torch.geometry import LayerGeometry, group_layers
 from bireme.engines.torch.pools.sizes import GpuMemory, gpu_pool_bytes, pool_sizes
 from bireme.engines.torch.weights.limits import narrow_windows, resolve_limits
 from bireme.errors import ConfigError

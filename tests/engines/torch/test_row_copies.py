@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from bireme.engines.torch.geometry import LayerGeometry
+from bireme.engines.torch.geometry import LayerGeometry, group_layers
 from bireme.engines.torch.pools import row_copies
 from bireme.engines.torch.pools.block_mover import _runs, page_locked
-from bireme.engines.torch.pools.kv_store import KvStore, group_layers
+from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.pools.row_copies import RowCopies, staging_memory
 from bireme.kv.transfer.memory import zero_pages
 

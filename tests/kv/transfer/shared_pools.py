@@ -235,8 +235,8 @@ class CudaPool(_Pool):
     def __init__(self) -> None:
         import torch
 
-        from bireme.engines.torch.geometry import LayerGeometry
-        from bireme.engines.torch.pools.kv_store import KvStore, group_layers
+        from bireme.engines.torch.geometry import LayerGeometry, group_layers
+        from bireme.engines.torch.pools.kv_store import KvStore
         from bireme.engines.torch.pools.row_copies import RowCopies
 
         super().__init__()

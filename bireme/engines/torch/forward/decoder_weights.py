@@ -17,12 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch.geometry import Rotary, TopKRouter
-
-FAMILIES: tuple[str, ...] = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "SeedOssForCausalLM"),
-    *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
-    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-)
+from bireme.engines.torch.weights.architectures import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)

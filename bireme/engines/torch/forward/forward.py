@@ -2,7 +2,7 @@
 
 | device | model | step | path |
 |---|---|---|---|
-| CPU | of `decoder_weights.FAMILIES`, without pictures | any | `packed`: PackedDecoder |
+| CPU | of `architectures.FAMILIES`, without pictures | any | `packed`: PackedDecoder |
 | CPU | any other | any | `modules`: transformers' own, attention by PagedStep |
 | GPU | of these families, without pictures | decodes alone | `resident`: ResidentDecode, and its graph of that size |
 | GPU | the same | decodes and chunks of few tokens together | `mixed`: MixedSteps, and their graph of that many rows |

@@ -17,8 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from bireme.engines.torch.native import cpu
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
@@ -32,11 +30,13 @@ class NativeUnavailableError(Exception):
 
 def load() -> tuple[ctypes.CDLL, float]:
     """Return the library, and the seconds that compiling it took; 0: it was there. Raises NativeUnavailableError."""
+    import torch  # here: programs without it ask for the compiler
+
     flags = list(_FLAGS)
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         flags.append("-mno-avx512f")  # of a CPU without it nothing changes; ATEN_CPU_CAPABILITY takes it away
     try:
-        compiler, folder = _compiler(), _folder()
+        compiler, folder = find_compiler(), _folder()
         # With the CPU's flags: several hosts may share a home.
         made_for = f"{compiler} {flags} {sorted(cpu.flags())}".encode() + SOURCE.read_bytes()
         path = folder / f"decoder-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
@@ -49,8 +49,8 @@ def load() -> tuple[ctypes.CDLL, float]:
         raise NativeUnavailableError(f"{type(error).__name__}: {error}") from error
 
 
-def _compiler() -> list[str]:
-    """Return its command; CXX may hold several words, such as "ccache g++"."""
+def find_compiler() -> list[str]:
+    """Return its command; CXX may hold several words, such as "ccache g++". Raises NativeUnavailableError."""
     found = (
         shlex.split(os.environ.get("CXX", "")) or list(filter(None, map(shutil.which, ("g++", "c++", "clang++"))))[:1]
     )

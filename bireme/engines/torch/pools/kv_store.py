@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from bireme.kv.transfer.mapped import MappedMemory
 
 
-def group_layers(geometry: Sequence[LayerGeometry]) -> tuple[LayerGroup, ...]:
-    """Sort layers by window: all-seeing first, then from the widest to the narrowest."""
-    windows = sorted({layer.window for layer in geometry}, key=lambda window: -window if window else -float("inf"))
-    return tuple(
-        LayerGroup(window, layers, tuple(geometry[layer].row_bytes for layer in layers))
-        for window in windows
-        for layers in [tuple(index for index, layer in enumerate(geometry) if layer.window == window)]
-    )
-
-
 class KvStore:
     """Allocated once; rows are written by forward passes and by imports."""
 

@@ -51,6 +51,12 @@ PROVED = frozenset(
 PROVED_WITH_PICTURES = frozenset(
     {"LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 )
+# Those that have decoders of this engine's own, `forward/decoder_weights.py`.
+FAMILIES: tuple[str, ...] = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "SeedOssForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+)
 _REASONS = {
     "FalconForCausalLM": "its layers do not use the attention interface",
     "Llama4ForCausalLM": "chunked attention is not passed to the attention interface",

@@ -17,14 +17,13 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from bireme.engines.torch.native import cpu
+from bireme.engines.torch.weights import dtypes
 from bireme.engines.torch.weights.architectures import architecture_of, check_architecture, is_picture_model
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
 from bireme.errors import ConfigError, one_line
 
 logger = logging.getLogger("bireme.engines.torch")
 _SAMPLE_BYTES = 1 << 12
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 
@@ -130,22 +129,9 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
 
 
 def choose_dtype(name: str, config: Any) -> torch.dtype:
-    """Return the dtype of the weights. Raises ConfigError.
-
-    auto: the checkpoint's own; without a GPU float32 in place of what the CPU has no instructions for.
-    """
-    if name != "auto":
-        if name not in _DTYPES:
-            raise ConfigError(f"dtype: {name!r}; the torch engine has auto, {', '.join(_DTYPES)}")
-        return _DTYPES[name]
-    own = getattr(config, "dtype", None)
-    if isinstance(own, str):
-        own = _DTYPES.get(own)
-    if own not in _DTYPES.values():
-        return torch.float32
-    if torch.cuda.is_available() or (own is torch.bfloat16 and cpu.multiplies_bfloat16()):
-        return own
-    return torch.float32
+    """Return the dtype of the weights, by the rules of `dtypes.choose`. Raises ConfigError."""
+    own = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return getattr(torch, dtypes.choose(name, own, torch.cuda.is_available()))
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from bireme.config import EngineConfig
 from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.weights.architectures import position_limit
 from bireme.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("bireme.engines.torch")
 
