@@ -19,7 +19,7 @@ ROWS = (
     + ("private_files",),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
     + ("parameters", "serving_options", "stop_signals", "gathering", "inbox", "own_work", "request_trace")
-    + ("metric_aliases",),
+    + ("metric_aliases", "gguf"),
     ("recipe_files", "llm_args"),
     ("kv", "text", "logits", "multimodal", "video", "discovery", "observability", "sizing"),
     ("planner",),
