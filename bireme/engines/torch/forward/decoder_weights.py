@@ -17,18 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch.geometry import Rotary, TopKRouter
+from bireme.engines.torch.storage import Form, Fp8Weight, Weight, form_of
 from bireme.engines.torch.weights.architectures import FAMILIES
+from bireme.engines.torch.weights.fp8 import Fp8Linear
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     attention_norm: Tensor
-    qkv: Tensor  # ((H + 2 N) K, hidden)
+    qkv: Weight  # ((H + 2 N) K, hidden)
     qkv_bias: Tensor | None
-    output: Tensor  # (hidden, H K)
+    output: Weight  # (hidden, H K)
     mlp_norm: Tensor
-    gate_up: Tensor  # (2 I, hidden); of E experts (E, 2 I, hidden)
-    down: Tensor  # (hidden, I); of E experts (E, hidden, I)
+    gate_up: Weight  # (2 I, hidden); of E experts (E, 2 I, hidden)
+    down: Weight  # (hidden, I); of E experts (E, hidden, I)
     rotary: Rotary
     scaling: float
     softcap: float = 0.0  # of attention's scores; 0: none
@@ -48,6 +50,11 @@ class DecoderWeights:
     is_gelu: bool = False  # tanh's approximation of it gates the MLP; else SiLU
     embed_scale: float = 1.0
     softcap: float = 0.0  # of the logits; 0: none
+
+    @property
+    def form(self) -> Form:
+        """What the layers' projections are stored in."""
+        return form_of(self.layers[0].qkv)
 
     @property
     def has_experts(self) -> bool:
@@ -108,7 +115,7 @@ def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
         attention_norm=_norm(layer.input_layernorm, is_gemma),
         qkv=_join(projections),
         qkv_bias=None if projections[0].bias is None else torch.cat([part.bias for part in projections]),
-        output=attention.o_proj.weight.detach(),
+        output=_join((attention.o_proj,)),
         mlp_norm=_norm(before_mlp, is_gemma),
         gate_up=gate_up,
         down=down,
@@ -121,11 +128,11 @@ def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
     )
 
 
-def _fuse_mlp(mlp: Any) -> tuple[Tensor, Tensor, TopKRouter | None]:
+def _fuse_mlp(mlp: Any) -> tuple[Weight, Weight, TopKRouter | None]:
     """Return gate and up, down, and a mixture's router."""
     experts = getattr(mlp, "experts", None)
     if experts is None:
-        return _join((mlp.gate_proj, mlp.up_proj)), mlp.down_proj.weight.detach(), None
+        return _join((mlp.gate_proj, mlp.up_proj)), _join((mlp.down_proj,)), None
     is_normed = bool(getattr(mlp.gate, "norm_topk_prob", True))  # Mixtral's has no such setting: it does
     router = TopKRouter(mlp.gate.weight.detach(), int(mlp.gate.top_k), is_normed)
     return experts.gate_up_proj.detach(), experts.down_proj.detach(), router
@@ -137,18 +144,25 @@ def _rotary(attention: Any, cos_sin: Tensor, is_gemma: bool) -> Rotary:
     return Rotary(cos_sin, eps, _norm(query, is_gemma), _norm(key, is_gemma))
 
 
-def _join(parts: Sequence[Any]) -> Tensor:
-    """Return the parts' weights as one matrix, of which they keep views.
-
-    Where they follow each other in memory, as shared weights do, they are one already.
-    """
+def _join(parts: Sequence[Any]) -> Weight:
+    """Return the parts' weights as one matrix, of which they keep views."""
+    if any(isinstance(part, Fp8Linear) for part in parts):
+        stored = [part.stored for part in parts]
+        values, scales = (_one([getattr(own, name) for own in stored]) for name in ("values", "scales"))
+        return Fp8Weight(values, scales)
     weights = [part.weight.detach() for part in parts]
-    if all(_follows(*pair) for pair in pairwise(weights)):
-        return weights[0].as_strided((sum(map(len, weights)), *weights[0].shape[1:]), weights[0].stride())
-    joined = torch.cat(weights)
-    for part, own in zip(parts, joined.split([len(part.weight) for part in parts]), strict=True):
-        part.weight.data = own
+    joined = _one(weights)
+    if joined.data_ptr() != weights[0].data_ptr():
+        for part, own in zip(parts, joined.split([len(weight) for weight in weights]), strict=True):
+            part.weight.data = own
     return joined
+
+
+def _one(parts: Sequence[Tensor]) -> Tensor:
+    """Return them as one. Where they follow each other in memory, as shared weights do, they are one already."""
+    if all(_follows(*pair) for pair in pairwise(parts)):
+        return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+    return torch.cat(list(parts))
 
 
 def _follows(before: Tensor, weight: Tensor) -> bool:

@@ -15,13 +15,12 @@ from bireme.engines.torch.forward.decode_state import DecodeState
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.kernel_step import attend_stored
+from bireme.engines.torch.forward.products import products_for
 from bireme.engines.torch.kernels.chunk_attention import chunk_attention
 from bireme.engines.torch.kernels.decode_attention import decode_attention
-from bireme.engines.torch.kernels.experts import add_experts
-from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rotary import rotate_and_store
-from bireme.engines.torch.kernels.row_wise import cap, gate, rms_norm
+from bireme.engines.torch.kernels.row_wise import cap, rms_norm
 from bireme.engines.torch.kernels.step_begin import POSITION, SLOT, begin_step
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, KernelGroup
@@ -47,10 +46,11 @@ class FusedDecoder:
         heads, eps = weights.num_heads, weights.eps
         if self._scale != 1:
             x *= self._scale
+        products = products_for(weights, x)
         for index, layer in enumerate(weights.layers):
             group, keys, values = batch.groups[store.group_of[index]], store.keys[index], store.values[index]
             assert isinstance(group, KernelGroup)
-            qkv = F.linear(rms_norm(x, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
+            qkv = products.qkv(layer)
             rotary = layer.rotary
             turned = rotate_and_store(
                 qkv,
@@ -68,8 +68,9 @@ class FusedDecoder:
             value = qkv[:, turned.shape[1] * turned.shape[2] :].view_as(key)
             size, extras = store.tokens_per_block, Extras(layer.scaling, layer.softcap or None)
             attended = attend_stored(group, query, key, value, keys, values, size, extras, self._flash)
-            _add_product(x, attended.flatten(1), layer.output, layer.attention_post_norm, eps)
-            self._add_mlp(x, layer, is_few=False)
+            products.add_output(layer, attended.flatten(1))
+            products.add_mlp(layer)
+        x = products.rows()
         logits = _logits(rms_norm(x[batch.logits_rows], weights.norm, eps), weights.head)
         return cap(logits, weights.softcap) if weights.softcap else logits
 
@@ -82,13 +83,10 @@ class FusedDecoder:
         weights, store, is_one = self.weights, self._store, rows == 1
         (steps, parts), logits, eps = state.views(state.told, rows), state.logits[:rows], weights.eps
         x = begin_step(steps, state.tables, state.last, weights.embeddings, self._scale)
+        products = products_for(weights, x, is_decode=True)
         for index, layer in enumerate(weights.layers[:num_layers]):
-            if is_one:
-                qkv = one_row_linear(x, layer.qkv, layer.qkv_bias, layer.attention_norm, eps)
-            else:
-                qkv = F.linear(rms_norm(x, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
             attended = decode_attention(
-                qkv,
+                products.qkv(layer),
                 layer.rotary,
                 parts[store.group_of[index]],
                 state.tables[store.group_of[index]],
@@ -101,9 +99,9 @@ class FusedDecoder:
                 self._windows[index],
                 layer.softcap,
             )
-            add = _add_few if rows <= MOST_ROWS else _add_product
-            add(x, attended, layer.output, layer.attention_post_norm, eps)
-            self._add_mlp(x, layer, is_few=rows <= MOST_ROWS)
+            products.add_output(layer, attended)
+            products.add_mlp(layer)
+        x = products.rows()
         if is_one:
             one_row_linear(x, weights.head, None, weights.norm, eps, out=logits)
         else:
@@ -133,34 +131,21 @@ class FusedDecoder:
         attended = torch.zeros(
             len(x), heads * weights.layers[0].rotary.cos_sin.shape[1], dtype=x.dtype, device=x.device
         )
+        products = products_for(weights, x)
         for index, layer in enumerate(weights.layers[:num_layers]):
             group, keys, values = store.group_of[index], store.keys[index], store.values[index]
-            qkv = F.linear(rms_norm(x, layer.attention_norm, eps), layer.qkv, layer.qkv_bias)
+            qkv = products.qkv(layer)
             rotary, table, window = layer.rotary, state.tables[group], self._windows[index]
             norms = (rotary.q_norm, rotary.k_norm, rotary.eps)
             turned = rotate_and_store(qkv, *norms, rotary.cos_sin, positions, pool_rows[group], keys, values, heads)
             settings = (size, heads, layer.scaling, window, layer.softcap)
             decode_attention(qkv, rotary, parts[group], table, keys, values, state.scratch, *settings, attended)
             chunk_attention(turned, tiles, table, keys, values, attended, *settings)
-            _add_product(x, attended, layer.output, layer.attention_post_norm, eps)
-            self._add_mlp(x, layer, is_few=False)
+            products.add_output(layer, attended)
+            products.add_mlp(layer)
+        x = products.rows()
         logits = _logits(rms_norm(x[wanted], weights.norm, eps), weights.head, state.logits[: len(wanted)])
         return cap(logits, weights.softcap) if weights.softcap else logits
-
-    def _add_mlp(self, x: Tensor, layer: DecoderLayer, is_few: bool) -> None:
-        """Add to x (R, hidden), in place, what the layer's MLP makes of it. `is_few`: of a decode step of few rows."""
-        eps, is_gelu = self.weights.eps, self.weights.is_gelu
-        if layer.router is not None:
-            add_experts(x, layer.mlp_norm, eps, layer.router, layer.gate_up, layer.down, is_gelu)
-        elif is_few and len(x) == 1:
-            inner = one_row_linear(x, layer.gate_up, None, layer.mlp_norm, eps, is_gated=True, is_gelu=is_gelu)
-            _add_few(x, inner, layer.down, layer.mlp_post_norm, eps)
-        elif is_few:
-            inner = few_rows_linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up, True, is_gelu)
-            _add_product(x, inner, layer.down, layer.mlp_post_norm, eps)
-        else:
-            inner = gate(F.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up), is_gelu)
-            _add_product(x, inner, layer.down, layer.mlp_post_norm, eps)
 
 
 def _kind(layer: DecoderLayer, window: int) -> tuple[Any, ...]:
@@ -175,19 +160,3 @@ def _logits(x: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
     if x.is_cuda and x.dtype is not torch.float32:
         return torch.mm(x, head.t(), out_dtype=torch.float32, out=out)
     return torch.mm(x.float(), head.float().t(), out=out)
-
-
-def _add_few(x: Tensor, inner: Tensor, weight: Tensor, post_norm: Tensor | None, eps: float) -> None:
-    """Add to a few rows x (R, hidden), in place, the product, normed where there is a norm for it."""
-    linear = one_row_linear if len(x) == 1 else few_rows_linear
-    product = linear(inner, weight, add_to=x if post_norm is None else None)
-    if post_norm is not None:
-        rms_norm(product, post_norm, eps, x)
-
-
-def _add_product(x: Tensor, inner: Tensor, weight: Tensor, post_norm: Tensor | None, eps: float) -> None:
-    """The same of any number of rows."""
-    if post_norm is None:
-        x.addmm_(inner, weight.t())
-    else:
-        rms_norm(F.linear(inner, weight), post_norm, eps, x)

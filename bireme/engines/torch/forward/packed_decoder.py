@@ -20,6 +20,7 @@ from bireme.engines.torch.forward.packed_linear import Experts, GatedMlp, Linear
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, KernelGroup
+from bireme.engines.torch.storage import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ class PackedDecoder:
             PackedLayer(
                 group,
                 _float(layer.attention_norm),
-                Linear(layer.qkv, layer.qkv_bias),
-                Linear(layer.output),
+                Linear(plain(layer.qkv), layer.qkv_bias),
+                Linear(plain(layer.output)),
                 _float(layer.mlp_norm),
                 make_mlp(self.ops, layer, weights.is_gelu),
                 _float(layer.attention_post_norm),

@@ -14,6 +14,7 @@ from torch import Tensor
 from bireme.engines.torch.forward.decoder_ops import DecoderLinear, DecoderOps
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer
 from bireme.engines.torch.geometry import TopKRouter
+from bireme.engines.torch.storage import plain
 
 _EXPECTED_ROWS = 16  # of a step: what oneDNN chooses the order for; products of other shapes read it too
 _CHECKED_ROWS = (1, 40)
@@ -119,6 +120,6 @@ class Experts:
 
 def make_mlp(ops: DecoderOps, layer: DecoderLayer, is_gelu: bool) -> GatedMlp | Experts:
     if layer.router is None:
-        return GatedMlp(ops, layer.gate_up, layer.down, is_gelu)
-    parts = zip(layer.gate_up, layer.down, strict=True)
+        return GatedMlp(ops, plain(layer.gate_up), plain(layer.down), is_gelu)
+    parts = zip(plain(layer.gate_up), plain(layer.down), strict=True)
     return Experts(layer.router, [GatedMlp(ops, gate_up, down, is_gelu) for gate_up, down in parts])

@@ -18,18 +18,21 @@ from bireme.engines.torch.forward.forward import Forward
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, SchedulerOutput, Sequence
+from bireme.engines.torch.storage import Form
 from bireme.engines.torch.weights.findings import Findings
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.rows import Row
 from bireme.messages import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from bireme.engines.torch.forward.decoder_weights import DecoderWeights
     from bireme.engines.torch.forward.mixed_steps import MixedSteps
     from bireme.engines.torch.forward.packed_decoder import PackedDecoder
     from bireme.engines.torch.forward.resident_decode import ResidentDecode
 
 _CHECKED_TOKENS = 40
 _MOST_ERROR = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # relative; bf16's own is 0.04
+_MOST_ERROR_OF_FP8 = 0.02  # in float32, where rounding may take the next step of 8-bit floats
 _MOST_ERROR_OF_EXPERTS = 0.3  # in bf16, where a rounding decides between two experts that are about as likely
 # Enough to choose kernels and grow the allocator; more than steps that are graphs have. A full budget may take seconds,
 # as would these on a CPU.
@@ -75,11 +78,11 @@ def warm_up(forward: Forward, manager: BlockManager, store: KvStore, limits: Eng
 
 def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
     """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
-    modules, builder, has_experts = on.forward.modules, on.forward.builder, resident.decoder.weights.has_experts
+    modules, builder, weights = on.forward.modules, on.forward.builder, resident.decoder.weights
     with _checked(on.manager, on.limits) as (sequence, count):
         prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
         expected = on.findings.logits(f"prompt of {count}", lambda: modules.compute(prompt))
-        _compare("prompt", expected, resident.decoder.compute(prompt), has_experts)
+        _compare("prompt", expected, resident.decoder.compute(prompt), _most_error(weights))
         _go_on(sequence, count)
         step = builder.build(SchedulerOutput(decodes=[sequence]))
         row = Row(SamplingParams(), [], (), (), resident.vocab_size)
@@ -92,12 +95,12 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         again = [(sequence.slot, 0, row)]  # now, and not when a request would wait for its kernel
         flight.choose_again(found[:, : resident.vocab_size].clone(), again)
         expected = on.findings.logits(f"decode step after {count}", lambda: modules.compute(step))
-        _compare("decode step", expected, found, has_experts)
+        _compare("decode step", expected, found, _most_error(weights))
 
 
 def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) -> None:
     """The same of a prompt's rows, and of the row that decodes behind them. Raises RuntimeError."""
-    modules, builder, has_experts = on.forward.modules, on.forward.builder, resident.decoder.weights.has_experts
+    modules, builder, most_error = on.forward.modules, on.forward.builder, _most_error(resident.decoder.weights)
     row = Row(SamplingParams(), [], (), (), resident.vocab_size)
     with _checked(on.manager, on.limits) as (sequence, count):
         plans = {
@@ -111,7 +114,7 @@ def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) ->
             expected = on.findings.logits(what, by_modules)
             flight = mixed.start(plan, lambda _: row)
             flight.read()
-            _compare(f"mixed {what}", expected, flight.logits, has_experts)
+            _compare(f"mixed {what}", expected, flight.logits, most_error)
 
 
 def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses) -> None:
@@ -128,7 +131,10 @@ def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses)
             sequence.computed = computed
             by_modules = partial(_compute, on.forward.modules.compute, on.forward.builder, sequence, plan)
             expected = on.findings.logits(f"{what} of {count}", by_modules)
-            _compare(what, expected, _compute(decoder.compute, builder, sequence, plan), decoder.has_experts)
+            found, most_error = _compute(decoder.compute, builder, sequence, plan), _MOST_ERROR[expected.dtype]
+            if decoder.has_experts and expected.dtype is torch.bfloat16:
+                most_error = _MOST_ERROR_OF_EXPERTS
+            _compare(what, expected, found, most_error)
 
 
 @contextlib.contextmanager
@@ -157,11 +163,18 @@ def _go_on(sequence: Sequence, computed: int) -> None:
     sequence.tokens.append(11)
 
 
-def _compare(what: str, expected: torch.Tensor, found: torch.Tensor, has_experts: bool) -> None:
+def _most_error(weights: DecoderWeights) -> float:
+    """Return how far logits may be off, relative."""
+    dtype = weights.embeddings.dtype
+    if dtype is torch.bfloat16:
+        return _MOST_ERROR_OF_EXPERTS if weights.has_experts else _MOST_ERROR[dtype]
+    return _MOST_ERROR[dtype] if weights.form is Form.PLAIN else _MOST_ERROR_OF_FP8
+
+
+def _compare(what: str, expected: torch.Tensor, found: torch.Tensor, most_error: float) -> None:
     right = expected.to(found.device).float()
     error = float((found.float() - right).norm() / right.norm())
-    is_rounded = expected.dtype is torch.bfloat16
-    if not error <= (_MOST_ERROR_OF_EXPERTS if has_experts and is_rounded else _MOST_ERROR[expected.dtype]):
+    if not error <= most_error:
         raise RuntimeError(f"its logits of a {what} are {error:.3g} off those of the model's modules")
 
 

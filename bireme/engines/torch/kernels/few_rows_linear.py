@@ -14,6 +14,7 @@ from torch import Tensor
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.paged_decode import precision
 from bireme.engines.torch.kernels.row_wise import activated
+from bireme.engines.torch.storage import Weight, parts_of
 
 MOST_ROWS = 32
 
@@ -22,6 +23,8 @@ MOST_ROWS = 32
 def _rows_kernel(
     x,  # (rows, K)
     weight,  # (N, K), gated: (2 N, K)
+    bias,  # (N,)
+    scales,  # of the weight: (N,), or of blocks (N / BLOCK, K / BLOCK) rounded up
     out,  # (rows, N)
     rows,
     N,
@@ -29,6 +32,9 @@ def _rows_kernel(
     PAD_ROWS: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,  # 0: the weight has no blocks
+    IS_SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
     IS_ADDED: tl.constexpr,
@@ -45,10 +51,25 @@ def _rows_kernel(
         is_there = begin + k < K
         w = tl.load(at + begin, is_row & is_there[None, :], 0.0)
         some = tl.load(x + m[None, :] * K + (begin + k)[:, None], is_there[:, None] & is_own, 0.0)
-        result = tl.dot(w, some, result, input_precision=PRECISION)
         if IS_GATED:
             u = tl.load(at + N.to(tl.int64) * K + begin, is_row & is_there[None, :], 0.0)
-            gated = tl.dot(u, some, gated, input_precision=PRECISION)
+        if BLOCK:  # a tile is of one block
+            own = scales + tl.program_id(0) * TILE_N // BLOCK * ((K + BLOCK - 1) // BLOCK) + begin // BLOCK
+            result += tl.dot(w.to(x.dtype.element_ty), some, input_precision=PRECISION) * tl.load(own)
+            if IS_GATED:
+                own += N // BLOCK * ((K + BLOCK - 1) // BLOCK)
+                gated += tl.dot(u.to(x.dtype.element_ty), some, input_precision=PRECISION) * tl.load(own)
+        else:
+            result = tl.dot(w.to(x.dtype.element_ty), some, result, input_precision=PRECISION)
+            if IS_GATED:
+                gated = tl.dot(u.to(x.dtype.element_ty), some, gated, input_precision=PRECISION)
+    if IS_SCALED:
+        if not BLOCK:
+            result *= tl.load(scales + n, n < N, 0.0)[:, None]
+            if IS_GATED:
+                gated *= tl.load(scales + N + n, n < N, 0.0)[:, None]
+    if HAS_BIAS:
+        result += tl.load(bias + n, n < N, 0.0).to(tl.float32)[:, None]
     if IS_GATED:
         result = activated(result, IS_GELU) * gated
     to = out + m[None, :] * N + n[:, None]
@@ -58,9 +79,14 @@ def _rows_kernel(
 
 
 def few_rows_linear(
-    x: Tensor, weight: Tensor, is_gated: bool = False, is_gelu: bool = False, add_to: Tensor | None = None
+    x: Tensor,
+    weight: Weight,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+    add_to: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """x (rows, K), weight (N, K) -> (rows, N).
+    """x (rows, K), weight (N, K) -> (rows, N). The rows are taken as they are, in whatever form the weight is.
 
     Gated: weight is (2 N, K), gate above up, and the result is silu(gate) * up, or with tanh's approximation of
     GELU. `add_to` (rows, N) is what the result is added to, in place.
@@ -68,10 +94,15 @@ def few_rows_linear(
     rows, size = x.shape
     width = len(weight) // 2 if is_gated else len(weight)
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    values, scales, block = parts_of(weight)
     tile_k = min((128 if is_gated else 256) * 2 // x.dtype.itemsize, max(16, triton.next_power_of_2(size)))
+    if block:
+        tile_k = min(tile_k, block)
     _rows_kernel[(triton.cdiv(width, 64),)](
         x,
-        weight,
+        values,
+        values if bias is None else bias,
+        values if scales is None else scales,
         out,
         rows,
         width,
@@ -79,6 +110,9 @@ def few_rows_linear(
         PAD_ROWS=max(16, triton.next_power_of_2(rows)),
         TILE_N=64,
         TILE_K=tile_k,
+        BLOCK=block,
+        IS_SCALED=scales is not None,
+        HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
         IS_GELU=is_gelu,
         IS_ADDED=add_to is not None,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
+from bireme.engines.torch.storage import BLOCK, E4M3, LARGEST, SMALLEST, Form
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -78,3 +79,131 @@ def cap(x: Tensor, softcap: float) -> Tensor:
     """x (T, K), contiguous -> softcap * tanh(x / softcap), in place."""
     _cap_kernel[(triton.cdiv(x.numel(), 1024),)](x, x.numel(), softcap, TILE=1024, **chain(x))
     return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rounded(
+    row, out, scales, K: tl.constexpr, PAD_K: tl.constexpr, BLOCK: tl.constexpr, LARGEST, SMALLEST
+) -> None:
+    """Store row (PAD_K,) as 8-bit floats and their scales, `rows` apart; BLOCK 0: it has one."""
+    k = tl.arange(0, PAD_K)
+    if BLOCK:
+        groups = tl.reshape(row, (PAD_K // BLOCK, BLOCK))
+        scale = tl.maximum(tl.max(tl.abs(groups), 1), SMALLEST) / LARGEST
+        g = tl.arange(0, PAD_K // BLOCK)
+        tl.store(scales + g * tl.num_programs(0), scale, g * BLOCK < K)
+        row = tl.reshape(groups / scale[:, None], (PAD_K,))
+    else:
+        scale = tl.maximum(tl.max(tl.abs(row), 0), SMALLEST) / LARGEST
+        tl.store(scales, scale)
+        row = row / scale
+    tl.store(out + k, row.to(out.dtype.element_ty), k < K)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded_norm_kernel(
+    x,
+    more,  # as x: what is added to x first
+    weight,
+    out,
+    scales,
+    eps,
+    LARGEST,
+    SMALLEST,
+    K: tl.constexpr,
+    PAD_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_MORE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    k, at = tl.arange(0, PAD_K), tl.program_id(0).to(tl.int64) * K
+    if HAS_NORM:
+        factor = tl.load(weight + k, k < K, 0.0).to(tl.float32)
+    wait(CHAINED)
+    row = tl.load(x + at + k, k < K, 0.0).to(tl.float32)
+    if HAS_MORE:
+        row += tl.load(more + at + k, k < K, 0.0).to(tl.float32)
+        tl.store(x + at + k, row.to(x.dtype.element_ty), k < K)
+        row = row.to(x.dtype.element_ty).to(tl.float32)
+    if HAS_NORM:
+        row = row * (1 / tl.sqrt(tl.sum(row * row, 0) / K + eps)) * factor
+        row = row.to(x.dtype.element_ty).to(tl.float32)
+    _store_rounded(row, out + at, scales + tl.program_id(0), K, PAD_K, BLOCK, LARGEST, SMALLEST)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded_gate_kernel(
+    gate_up,
+    out,
+    scales,
+    LARGEST,
+    SMALLEST,
+    K: tl.constexpr,
+    PAD_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    k, row = tl.arange(0, PAD_K), tl.program_id(0).to(tl.int64)
+    wait(CHAINED)
+    gate = tl.load(gate_up + row * 2 * K + k, k < K, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * K + K + k, k < K, 0.0).to(tl.float32)
+    inner = (activated(gate, IS_GELU) * up).to(gate_up.dtype.element_ty).to(tl.float32)
+    _store_rounded(inner, out + row * K, scales + row, K, PAD_K, BLOCK, LARGEST, SMALLEST)
+
+
+def rounded_rows(
+    x: Tensor, form: Form, norm: Tensor | None = None, eps: float = 0.0, more: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x (T, K) -> what `storage.rounded` makes of it, after an RMS norm with the factors `norm` (K,).
+
+    `more` (T, K) is added to x, in place, before all. Scales of groups are a view of (groups, T).
+    """
+    out, scales, block, pad = _make_rounded(len(x), x.shape[1], form, x)
+    _rounded_norm_kernel[(len(x),)](
+        x,
+        x if more is None else more,
+        x if norm is None else norm,
+        out,
+        scales,
+        eps,
+        LARGEST,
+        SMALLEST,
+        K=x.shape[1],
+        PAD_K=pad,
+        BLOCK=block,
+        HAS_MORE=more is not None,
+        HAS_NORM=norm is not None,
+        num_warps=8 if pad > 2048 else 4,
+        **chain(x),
+    )
+    return out, scales
+
+
+def rounded_gate(gate_up: Tensor, form: Form, is_gelu: bool = False) -> tuple[Tensor, Tensor]:
+    """gate_up (T, 2 I) -> what `storage.rounded` makes of `gate`'s result (T, I)."""
+    out, scales, block, pad = _make_rounded(len(gate_up), gate_up.shape[1] // 2, form, gate_up)
+    _rounded_gate_kernel[(len(gate_up),)](
+        gate_up,
+        out,
+        scales,
+        LARGEST,
+        SMALLEST,
+        K=out.shape[1],
+        PAD_K=pad,
+        BLOCK=block,
+        IS_GELU=is_gelu,
+        num_warps=16 if pad > 8192 else 8,
+        **chain(gate_up),
+    )
+    return out, scales
+
+
+def _make_rounded(rows: int, size: int, form: Form, like: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Return room for values and scales, the size of blocks (0: none), and the padded size of a row."""
+    out, pad = torch.empty(rows, size, dtype=E4M3, device=like.device), triton.next_power_of_2(size)
+    if form is not Form.FP8_BLOCKS:
+        return out, torch.empty(rows, dtype=torch.float32, device=like.device), 0, pad
+    scales = torch.empty(-(-size // BLOCK), rows, dtype=torch.float32, device=like.device).t()
+    return out, scales, BLOCK, max(BLOCK, pad)

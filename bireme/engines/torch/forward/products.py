@@ -1,0 +1,154 @@
+"""The matrix products of a decoder's layers, with what stands around them: which serves what form and how many rows.
+
+| form of the weights | rows | class | products | activations |
+|---|---|---|---|---|
+| any | 1, in decode steps | OneRow | kernels/one_row_linear.py, norms and gate within | as they are |
+| plain | 2 to 32, in decode steps | FewRows | kernels/few_rows_linear.py, and cuBLAS's | as they are |
+| plain | others | ManyRows | cuBLAS's | as they are |
+| fp8_channel, fp8_blocks | 1, anywhere | OneRow | kernels/one_row_linear.py | as they are |
+| the same | 2 to 16 | FewFp8Rows | kernels/few_rows_linear.py | as they are |
+| the same | more | RoundedRows | kernels/rounded_linear.py: torch's, or ours | rounded by norm and gate |
+
+Embeddings, norms, routers and the head are plain in every form.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
+from bireme.engines.torch.kernels.experts import add_experts
+from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
+from bireme.engines.torch.kernels.one_row_linear import one_row_linear
+from bireme.engines.torch.kernels.rounded_linear import rounded_linear
+from bireme.engines.torch.kernels.row_wise import gate, rms_norm, rounded_gate, rounded_rows
+from bireme.engines.torch.storage import Form, Fp8Weight, Weight, plain, rounds_activations
+
+
+def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) -> ManyRows:
+    """Return those of a step whose rows are x (R, hidden), which they add to in place.
+
+    `is_decode`: a step of ResidentDecode, whose rows are few more often than not.
+    """
+    rows, kind = len(x), ManyRows
+    if weights.form is not Form.PLAIN:
+        few = OneRow if rows == 1 else FewFp8Rows
+        kind = RoundedRows if rounds_activations(weights.form, rows) else few
+    elif is_decode and rows <= MOST_ROWS:
+        kind = OneRow if rows == 1 else FewRows
+    return kind(weights, x)
+
+
+class ManyRows:
+    """Of plain weights, and what the others have in common."""
+
+    def __init__(self, weights: DecoderWeights, x: Tensor) -> None:
+        self._x, self._eps, self._is_gelu = x, weights.eps, weights.is_gelu
+
+    def qkv(self, layer: DecoderLayer) -> Tensor:
+        """Return queries, keys and values (R, (H + 2 N) K)."""
+        return F.linear(rms_norm(self._x, layer.attention_norm, self._eps), plain(layer.qkv), layer.qkv_bias)
+
+    def add_output(self, layer: DecoderLayer, attended: Tensor) -> None:
+        """Add to the rows what the layer's output projection makes of attended (R, H K)."""
+        self._add(attended, layer.output, layer.attention_post_norm)
+
+    def add_mlp(self, layer: DecoderLayer) -> None:
+        """Add to the rows what the layer's MLP makes of them."""
+        if layer.router is not None:
+            norm, up, down = layer.mlp_norm, plain(layer.gate_up), plain(layer.down)
+            add_experts(self._x, norm, self._eps, layer.router, up, down, self._is_gelu)
+        else:
+            self._add(self._inner(layer), layer.down, layer.mlp_post_norm)
+
+    def rows(self) -> Tensor:
+        """Return x with all that was added."""
+        return self._x
+
+    def _inner(self, layer: DecoderLayer) -> Tensor:
+        return gate(F.linear(rms_norm(self._x, layer.mlp_norm, self._eps), plain(layer.gate_up)), self._is_gelu)
+
+    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
+        if post_norm is None:
+            self._x.addmm_(inner, plain(weight).t())
+        else:
+            rms_norm(F.linear(inner, plain(weight)), post_norm, self._eps, self._x)
+
+
+class FewRows(ManyRows):
+    """cuBLAS has the products that it is quicker at."""
+
+    def add_output(self, layer: DecoderLayer, attended: Tensor) -> None:
+        self._add_few(attended, layer.output, layer.attention_post_norm)
+
+    def _inner(self, layer: DecoderLayer) -> Tensor:
+        normed = rms_norm(self._x, layer.mlp_norm, self._eps)
+        return few_rows_linear(normed, layer.gate_up, True, self._is_gelu)
+
+    def _add_few(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
+        linear = one_row_linear if len(inner) == 1 else few_rows_linear
+        product = linear(inner, weight, add_to=self._x if post_norm is None else None)
+        if post_norm is not None:
+            rms_norm(product, post_norm, self._eps, self._x)
+
+
+class OneRow(FewRows):
+    def qkv(self, layer: DecoderLayer) -> Tensor:
+        return one_row_linear(self._x, layer.qkv, layer.qkv_bias, layer.attention_norm, self._eps)
+
+    def _inner(self, layer: DecoderLayer) -> Tensor:
+        given = (self._x, layer.gate_up, None, layer.mlp_norm, self._eps)
+        return one_row_linear(*given, is_gated=True, is_gelu=self._is_gelu)
+
+    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
+        self._add_few(inner, weight, post_norm)
+
+
+class FewFp8Rows(FewRows):
+    def qkv(self, layer: DecoderLayer) -> Tensor:
+        normed = rms_norm(self._x, layer.attention_norm, self._eps)
+        return few_rows_linear(normed, layer.qkv, bias=layer.qkv_bias)
+
+    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
+        self._add_few(inner, weight, post_norm)
+
+
+class RoundedRows(ManyRows):
+    """What a product adds waits for the next norm, which adds it on its way."""
+
+    def __init__(self, weights: DecoderWeights, x: Tensor) -> None:
+        super().__init__(weights, x)
+        self._form = weights.form
+        self._more: Tensor | None = None
+
+    def qkv(self, layer: DecoderLayer) -> Tensor:
+        return self._product(self._normed(layer.attention_norm), layer.qkv, layer.qkv_bias)
+
+    def add_output(self, layer: DecoderLayer, attended: Tensor) -> None:
+        self._keep(rounded_rows(attended, self._form), layer.output, layer.attention_post_norm)
+
+    def add_mlp(self, layer: DecoderLayer) -> None:
+        gate_up = self._product(self._normed(layer.mlp_norm), layer.gate_up)
+        self._keep(rounded_gate(gate_up, self._form, self._is_gelu), layer.down, layer.mlp_post_norm)
+
+    def rows(self) -> Tensor:
+        if self._more is not None:
+            self._x += self._more
+            self._more = None
+        return self._x
+
+    def _normed(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        more, self._more = self._more, None
+        return rounded_rows(self._x, self._form, norm, self._eps, more)
+
+    def _product(self, rows: tuple[Tensor, Tensor], weight: Weight, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, Fp8Weight)
+        return rounded_linear(*rows, weight, self._x.dtype, bias)
+
+    def _keep(self, rows: tuple[Tensor, Tensor], weight: Weight, post_norm: Tensor | None) -> None:
+        product = self._product(rows, weight)
+        if post_norm is None:
+            self._more = product
+        else:
+            rms_norm(product, post_norm, self._eps, self._x)

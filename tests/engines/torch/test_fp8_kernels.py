@@ -1,0 +1,155 @@
+"""Products of 8-bit floats equal plain torch: on a GPU as they are, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.engines.torch.kernels import few_rows_linear, one_row_linear, rounded_linear, row_wise
+from bireme.engines.torch.storage import BLOCK, Form, Fp8Weight, form_of, restored, rounded, rounds_activations
+from bireme.engines.torch.weights.fp8 import _round
+from tests.engines.torch import kernel_references as references
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = [Form.FP8_CHANNEL, Form.FP8_BLOCKS]
+close = torch.testing.assert_close
+
+
+@pytest.fixture
+def randn():
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=rng, device=DEVICE)
+
+
+def stored(weight, form, is_one=False):
+    """Return the weight in this form."""
+    rows, columns = weight.shape
+    shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if form is Form.FP8_BLOCKS else (rows,)
+    found = Fp8Weight(weight.to(torch.float8_e4m3fn), torch.empty(shape, device=weight.device))
+    _round(weight, found, is_one)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("is_gated", "is_gelu"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_as_they_are_are_multiplied_as_in_plain_torch(randn, form, is_gated, is_gelu, rows):
+    x, norm, bias = randn(rows, 160), randn(160), None if is_gated else randn(144)
+    weight = stored(randn(512 if is_gated else 144, 160), form)
+    add_to = None if is_gated else randn(rows, 144)
+    whole = weight.dequantized()
+    if rows == 1:
+        expected = references.one_row_linear(x, whole, bias, norm, 1e-5, is_gated, is_gelu, add_to)
+        found = one_row_linear.one_row_linear(x, weight, bias, norm, 1e-5, is_gated, is_gelu, add_to)
+    else:
+        expected = references.few_rows_linear(x, whole, is_gated, is_gelu, add_to)
+        expected = expected if bias is None else expected + bias
+        found = few_rows_linear.few_rows_linear(x, weight, is_gated, is_gelu, add_to, bias)
+    close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [17, 70])
+def test_rounded_rows_are_multiplied_as_in_plain_torch(randn, form, rows):
+    weight, bias = stored(randn(272, 288), form), randn(272)
+    values, scales = rounded(randn(rows, 288), form)
+    expected = restored(values, scales) @ weight.dequantized().t() + bias
+    if form is Form.FP8_BLOCKS:
+        scales = scales.t().contiguous().t()
+    close(rounded_linear.ours(values, scales, weight, torch.float32, bias), expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [17, 100, 2048])
+def test_torchs_product_of_rounded_rows_is_ours(randn, form, rows):
+    weight, bias = stored(randn(512, 1024), form), randn(512).bfloat16()
+    values, scales = row_wise.rounded_rows(randn(rows, 1024).bfloat16(), form)
+    given = (values, scales, weight, torch.bfloat16, bias)
+    if form is Form.FP8_BLOCKS and not rounded_linear._takes_blocks(0):
+        pytest.skip("torch has no product with blocks on this GPU")
+    close(rounded_linear.torchs(*given), rounded_linear.ours(*given), atol=0.5, rtol=0.01)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_norms_and_gates_round_what_they_make(randn, form):
+    x, norm, more = randn(5, 288), randn(288), randn(5, 288)
+    x[3] = 0
+    for own, added in ((None, None), (norm, None), (norm, more)):
+        before = x.clone()
+        whole = x if added is None else x + added
+        whole = whole if own is None else references.rms_norm(whole, own, 1e-6)
+        found = row_wise.rounded_rows(x, form, own, 1e-6, added)
+        assert_rounded(found, whole, form)
+        close(x, before if added is None else before + added)
+    assert_rounded(row_wise.rounded_gate(40 * x, form), references.gate(40 * x), form)
+    assert_rounded(row_wise.rounded_gate(x, form, True), references.gate(x, True), form)
+
+
+def assert_rounded(found, whole, form):
+    """Another rounding of what is rounded moves a few values by one step, an eighth of theirs at most."""
+    values, scales = rounded(whole, form)
+    close(found[1], scales)
+    close(restored(*found), restored(values, scales), rtol=0.13, atol=1e-6)
+    assert (found[0].float() != values.float()).float().mean() < 0.01
+
+
+@pytest.mark.parametrize(("form", "is_one"), [(Form.FP8_CHANNEL, True), *((form, False) for form in FORMS)])
+def test_a_weight_is_within_half_a_step_of_its_8_bit_floats(randn, form, is_one):
+    weight = randn(200, 300)
+    weight[5] *= 100
+    found = stored(weight, form, is_one)
+    assert found.form is form and form_of(weight) is Form.PLAIN and len(found) == 200
+    step = 448 * 2**-4 * (found.scales.max() if is_one or form is Form.FP8_BLOCKS else found.scales[:, None])
+    assert ((found.dequantized() - weight).abs() <= torch.maximum(weight.abs() / 16, step / 2**13)).all()
+    assert len(found.scales.unique()) == (1 if is_one else found.scales.numel())
+
+
+def test_few_rows_are_taken_as_they_are_and_more_are_rounded():
+    assert [rounds_activations(Form.FP8_BLOCKS, rows) for rows in (1, 16, 17)] == [False, False, True]
+    assert not rounds_activations(Form.PLAIN, 99)
+
+
+COMPILE = """
+import subprocess, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from bireme.engines.torch.kernels import few_rows_linear, one_row_linear, rounded_linear, row_wise
+
+def build(kernel, types, constants, warps, stages=3):
+    source = ASTSource(kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+
+bf16, fp8, fp32, i32 = "*bf16", "*fp8e4nv", "*fp32", "i32"
+for block in (0, 128):
+    own = {"K": 4096, "BLOCK": block, "IS_GATED": True, "IS_GELU": False, "CHAINED": True}
+    types = {"x": bf16, "weight": fp8, "bias": fp8, "norm": bf16, "scales": fp32, "out": bf16, "eps": "fp32", "N": i32}
+    one = own | {"TILE_N": 2, "TILE_K": 2048, "IS_SCALED": True, "HAS_BIAS": False, "HAS_NORM": True, "IS_ADDED": False}
+    build(one_row_linear._linear_kernel, types, one, 4)
+    types = {"x": bf16, "weight": fp8, "bias": fp8, "scales": fp32, "out": bf16, "rows": i32, "N": i32}
+    few = own | {"PAD_ROWS": 16, "TILE_N": 64, "TILE_K": 128, "IS_SCALED": True, "HAS_BIAS": False, "IS_ADDED": False}
+    build(few_rows_linear._rows_kernel, types, few | {"PRECISION": "tf32"}, 4, 4)
+    types = {"x": fp8, "x_scales": fp32, "weight": fp8, "scales": fp32, "bias": bf16, "out": bf16}
+    types |= {"rows": i32, "N": i32}
+    tiles = {"K": 4096, "TILE_ROWS": 128, "TILE_N": 128, "TILE_K": 128, "BLOCK": block, "HAS_BIAS": True}
+    build(rounded_linear._rounded_kernel, types, tiles | {"CHAINED": False}, 8, 4)
+    types = {"x": bf16, "more": bf16, "weight": bf16, "out": fp8, "scales": fp32, **dict.fromkeys(
+        ("eps", "LARGEST", "SMALLEST"), "fp32")}
+    rows = {"K": 4096, "PAD_K": 4096, "BLOCK": block, "CHAINED": True}
+    build(row_wise._rounded_norm_kernel, types, rows | {"HAS_MORE": True, "HAS_NORM": True}, 8)
+    types = {"gate_up": bf16, "out": fp8, "scales": fp32, "LARGEST": "fp32", "SMALLEST": "fp32"}
+    build(row_wise._rounded_gate_kernel, types, rows | {"K": 14336, "PAD_K": 16384, "IS_GELU": False}, 16)
+"""
+
+
+def test_the_kernels_are_ones_that_a_gpu_can_run(tmp_path):
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=own | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
