@@ -70,6 +70,22 @@ class KvCacheConfig(Settings, frozen=True, kw_only=True):
     disk_cache_path: Annotated[str | None, _NOT_MOCKER] = None  # folder for them ($NAME and ~ are expanded)
 
 
+class QuantConfig(Settings, frozen=True, kw_only=True):
+    """How weights are stored, by TensorRT-LLM's names."""
+
+    # The layers' projections are rounded to 8-bit floats when they are loaded: with one scale for each (FP8), for each
+    # of its output channels, or for a block of 128 x 128. None: they are what the checkpoint has
+    quant_algo: Annotated[
+        str | None,
+        _not_torch(
+            "8-bit floats are kept here; set FP8, FP8_PER_CHANNEL_PER_TOKEN or FP8_BLOCK_SCALES, or remove it",
+            "FP8",
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            "FP8_BLOCK_SCALES",
+        ),
+    ] = None
+
+
 class SchedulerConfig(Settings, frozen=True, kw_only=True):
     capacity_scheduler_policy: Annotated[
         Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"],
@@ -183,6 +199,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Literal["xgrammar", "llguidance"] | None,
         _not_torch("compiled with xgrammar here; set xgrammar", None, "xgrammar"),
     ] = "xgrammar"
+    quant_config: QuantConfig = QuantConfig()
     tensor_parallel_size: Annotated[int, _ONE_GPU] = 1
     pipeline_parallel_size: Annotated[int, _ONE_GPU] = 1
     kv_cache_config: KvCacheConfig = KvCacheConfig()

@@ -159,6 +159,12 @@ TABLE: dict[str, MetricSpec] = {
             "1 for what attends to long prompts in the torch engine on a GPU: fa3, or torch (FlashAttention 2).",
             "kernel",
         ),
+        _gauge(
+            "bireme_weights_form",
+            "1 for what the torch engine keeps the layers' projections in: plain (the model's dtype), fp8_channel, "
+            "fp8_blocks.",
+            "form",
+        ),
         _histogram(
             "bireme_forward_pass_seconds",
             "One engine step by what it computed (prefill, decode, mixed), with kv_events.step_records.",

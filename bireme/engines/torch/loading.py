@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from bireme.engines.base import EngineContext, RequestKey
-from bireme.engines.torch.forward.opening import StepModel, add_graphs, open_forward, open_model
+from bireme.engines.torch.forward.opening import StepModel, add_graphs, check_form, open_forward, open_model
 from bireme.engines.torch.forward.warmup import warm_up
 from bireme.engines.torch.geometry import group_layers
 from bireme.engines.torch.images.picture_side import PictureSide, open_pictures
@@ -28,6 +28,7 @@ from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.scheduling.step_prices import NOTHING, prices_of
 from bireme.engines.torch.scheduling.step_times import StepTimesFile
 from bireme.engines.torch.step import Post
+from bireme.engines.torch.storage import Form
 from bireme.engines.torch.weights.checkpoint import eos_token_ids
 from bireme.engines.torch.weights.setup import Setup, settle
 from bireme.engines.torch.weights.shared_weights import SharedModel, load_own, load_shared, weights_id
@@ -54,6 +55,7 @@ class LoadedEngine:
         # cuDNN's attention makes a plan for every shape, 30 to 40 ms of host time each.
         torch.backends.cuda.enable_cudnn_sdp(False)
         setup = settle(context, post)
+        check_form(setup)
         phases.end("checkpoint")
         self.weights = _load_weights(setup)
         phases.end("weights")
@@ -124,12 +126,15 @@ class LoadedEngine:
             step_paths=tuple(map(str, forward.paths)),
             prompt_attention=tuple(map(str, forward.prompt_attention)),
         )
+        form = Form.PLAIN if model.fused is None else model.fused.form
+        context.metrics.set("bireme_weights_form", 1, form)
         for kernel in self.capacity.prompt_attention[:1]:
             context.metrics.set("bireme_prompt_attention", 1, kernel)
         logger.info(
-            "engine_loaded model=%s dtype=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
+            "engine_loaded model=%s dtype=%s weights=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
             type(model.modules).__name__,
             self.capacity.dtype,
+            form,
             setup.device.type,
             store.num_bytes >> 20,
             manager.num_blocks,

@@ -12,7 +12,7 @@ from bireme.config import CudaGraphConfig
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.decoder_ops import choose_ops
-from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
+from bireme.engines.torch.forward.decoder_weights import FAMILIES, DecoderWeights, fuse, why_not_fused
 from bireme.engines.torch.forward.flash_attention import open_flash_attention
 from bireme.engines.torch.forward.forward import Forward, StepPath
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
@@ -22,6 +22,8 @@ from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.weights.limits import check_kv_dtype, narrow_windows
 from bireme.engines.torch.weights.setup import Setup
+from bireme.engines.torch.weights.shared_weights import make_skeleton
+from bireme.errors import ConfigError
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.sampler import DrawRows
 
@@ -61,6 +63,23 @@ class StepModel:
         return draw_rows
 
 
+def check_form(setup: Setup) -> None:
+    """Raise ConfigError where weights are to be 8-bit floats and no decoder here reads them, before they are loaded."""
+    if not setup.checkpoint.quant_algo:
+        return
+    name = setup.checkpoint.name
+    if not kernels.is_usable(setup.device):
+        raise _refused(setup, "a CPU, or a GPU without triton, has no products of 8-bit floats")
+    if name not in FAMILIES:
+        raise _refused(setup, f"{name} is not one of {', '.join(sorted(FAMILIES))}")
+    make_skeleton(setup.checkpoint, setup.config.dtype)  # of whose projections' shapes it complains
+
+
+def _refused(setup: Setup, why: str) -> ConfigError:
+    algo = setup.checkpoint.quant_algo
+    return ConfigError(f"quant_config.quant_algo: {algo!r} on engine torch: {why}; remove it, or use engine: trtllm")
+
+
 def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positions: bool) -> StepModel:
     """Find out how its layers attend, and choose its decoder. Raises ConfigError."""
     cache, device = setup.config.kv_cache_config, setup.device
@@ -74,6 +93,8 @@ def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positi
         logger.warning("kernels_off reason=triton is not installed: attention copies each step's whole context")
     aim = StepPath.FUSED if uses_kernels else StepPath.MODULES if device.type == "cuda" else StepPath.PACKED
     if obstacle := "the model takes pictures" if takes_pictures else why_not_fused(modules):
+        if setup.checkpoint.quant_algo:
+            raise _refused(setup, obstacle)
         logger.info("fused_off reason=%s", obstacle)
         aim = StepPath.MODULES
     fused = fuse(modules, setup.limits.max_seq_len) if aim is StepPath.FUSED else None

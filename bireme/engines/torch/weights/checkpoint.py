@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from bireme.engines.torch.weights import dtypes
 from bireme.engines.torch.weights.architectures import architecture_of, check_architecture, is_picture_model
+from bireme.engines.torch.weights.fp8 import keep_in_fp8
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
 from bireme.errors import ConfigError, one_line
 
@@ -34,7 +35,8 @@ class Checkpoint:
     folder: Path
     config: Any  # transformers' PretrainedConfig
     shards: tuple[Path, ...]  # none: load_format dummy
-    digest: str  # hex; different weights or configuration: different digest
+    digest: str  # hex; different weights, form of them or configuration: different digest
+    quant_algo: str = ""  # of TensorRT-LLM: how the weights are rounded when they are read; empty: they are not
 
     @property
     def name(self) -> str:
@@ -81,11 +83,26 @@ def model_class(checkpoint: Checkpoint) -> Any:
     return AutoModelForImageTextToText if is_picture_model(checkpoint.name) else AutoModelForCausalLM
 
 
+def rounded(checkpoint: Checkpoint, algo: str | None) -> Checkpoint:
+    """Return the checkpoint as one whose weights are rounded so: another model, whose KV is not the first one's."""
+    if not algo:
+        return checkpoint
+    digest = hashlib.sha256(f"{checkpoint.digest} {algo}".encode()).hexdigest()
+    return replace(checkpoint, digest=digest, quant_algo=algo)
+
+
 def read_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
-    """Return the model of `load_model`, its weights still in host memory.
+    """Return the model of `load_model`, its weights still in host memory, but for those that are rounded.
 
     A checkpoint without shards (load_format dummy) gets random weights, made on the device.
     """
+    model = _read_plain(checkpoint, dtype, device)
+    if checkpoint.quant_algo:
+        keep_in_fp8(model, checkpoint.quant_algo, device)
+    return model
+
+
+def _read_plain(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
     kind, own = model_class(checkpoint), choose_dtype(dtype, checkpoint.config)
     if not checkpoint.shards:
         torch.manual_seed(0)

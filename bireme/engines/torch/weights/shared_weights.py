@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bireme.engines.memory.client import WeightsHold
 from bireme.engines.torch.weights.checkpoint import Checkpoint, choose_dtype, load_model, model_class, read_model
+from bireme.engines.torch.weights.fp8 import keep_in_fp8
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
 from bireme.engines.torch.weights.weight_memory import WeightMemory, create_sealable, seal, weight_memory
 from bireme.errors import UnavailableError, one_line
@@ -118,6 +119,8 @@ def make_skeleton(checkpoint: Checkpoint, dtype: str) -> Any:
     """Return the model without memory for its tensors."""
     with without_compiler(), without_symbols(), torch.device("meta"):
         model = model_class(checkpoint).from_config(checkpoint.config, dtype=choose_dtype(dtype, checkpoint.config))
+        if checkpoint.quant_algo:
+            keep_in_fp8(model, checkpoint.quant_algo, torch.device("meta"))
     return model.eval().requires_grad_(False)
 
 

@@ -1,0 +1,105 @@
+"""Weights that stay 8-bit floats: the fused decoder computes what their reference does, or they are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.config import QuantConfig
+from bireme.engines.torch import kernels
+from bireme.engines.torch.forward import warmup
+from bireme.engines.torch.forward.decoder_weights import fuse
+from bireme.engines.torch.storage import Form
+from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model, rounded
+from bireme.engines.torch.weights.fp8 import Fp8Linear
+from bireme.engines.torch.weights.shared_weights import arrange, make_skeleton, put_in, weights_id
+from bireme.errors import ConfigError
+from tests.engines.torch import tiny_models
+from tests.engines.torch.torch_harness import Harness, make_prompts, request
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}
+SMALL |= {"head_dim": 128, "intermediate_size": 128}
+ENGINE = {"max_seq_len": 64, "max_batch_size": 2, "tokens_per_block": 4}
+ALGOS = {"FP8": Form.FP8_CHANNEL, "FP8_PER_CHANNEL_PER_TOKEN": Form.FP8_CHANNEL, "FP8_BLOCK_SCALES": Form.FP8_BLOCKS}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_models.save(tmp_path_factory.mktemp("model"), "mistral", **SMALL)
+
+
+def asks(algo):
+    return {"quant_config": QuantConfig(quant_algo=algo)}
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_an_engine_answers_as_its_reference_does(path, monkeypatch, algo):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    compared = []
+    compare = warmup._compare
+
+    def watched(what, expected, found, most_error):
+        compare(what, expected, found, most_error)
+        compared.append((what, float((found.float() - expected.float()).norm() / expected.float().norm())))
+
+    monkeypatch.setattr(warmup, "_compare", watched)
+    with Harness(path, **ENGINE, **asks(algo)) as engine:
+        forward = engine.core._parts.forward
+        assert forward.resident is not None and forward.resident.decoder.weights.form is ALGOS[algo]
+        tokens = engine.run([request(prompt, 4) for prompt in make_prompts(20, 3, seed=1)])
+    assert [len(one) for one in tokens] == [4, 4]
+    steps = ["prompt", "decode step"]
+    assert [what for what, _ in compared] == [*steps, "mixed prompt of 40", "mixed decode step after 40"]
+    assert max(error for _, error in compared) < 0.02
+
+
+def test_what_is_rounded_is_another_model_and_can_be_shared(path):
+    checkpoint = open_checkpoint(path)
+    made = {algo: rounded(checkpoint, algo) for algo in ALGOS}
+    digests = {checkpoint.digest, *(one.digest for one in made.values())}
+    ids = {weights_id(one, "float32", CPU) for one in (checkpoint, *made.values())}
+    assert len(digests) == len(ids) == 4 and rounded(checkpoint, None) is checkpoint
+    own = made["FP8_BLOCK_SCALES"]
+    model, skeleton = read_model(own, "float32", CPU), make_skeleton(own, "float32")
+    table, num_bytes = arrange(model)
+    memory = torch.zeros(num_bytes, dtype=torch.uint8)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for one in table:
+        source = tensors[one.names[0]].detach().contiguous().reshape(-1)
+        memory[one.begin : one.begin + one.num_bytes].view(source.dtype).copy_(source)
+    put_in(skeleton, table, memory)
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        assert torch.equal(skeleton(ids).logits, model(ids).logits)
+    layer = fuse(skeleton, 64).layers[0]
+    assert layer.qkv.values.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def test_nothing_keeps_the_weights_that_were_rounded(path):
+    model = read_model(rounded(open_checkpoint(path), "FP8_PER_CHANNEL_PER_TOKEN"), "float32", CPU)
+    layers = model.model.layers
+    assert all(isinstance(linear, Fp8Linear) for linear in (layers[0].self_attn.q_proj, layers[1].mlp.down_proj))
+    weights = fuse(model, 64)
+    assert weights.layers[0].qkv.values.data_ptr() == layers[0].self_attn.q_proj.weight.data_ptr()
+    large = [name for name, tensor in model.named_parameters() if "layers" in name and tensor.dim() > 1]
+    assert large == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "algo", "is_usable", "reason"),
+    [
+        ("mistral", {}, "FP8", False, "a CPU, or a GPU without triton, has no products of 8-bit floats"),
+        ("gpt2", {}, "FP8", True, "GPT2LMHeadModel is not one of"),
+        ("mixtral", {"num_local_experts": 4}, "FP8", True, "gate_proj is no linear projection here"),
+        ("mistral", {"intermediate_size": 160}, "FP8_BLOCK_SCALES", True, r"gate_proj is \(160, 128\), whose rows"),
+        ("mistral", {"intermediate_size": 24}, "FP8", True, r"gate_proj is \(24, 128\), whose rows do not divide"),
+    ],
+)
+def test_what_no_decoder_here_reads_is_refused_by_name(tmp_path, monkeypatch, kind, changes, algo, is_usable, reason):
+    path = tiny_models.save(tmp_path, kind, **(SMALL | changes))
+    monkeypatch.setattr(kernels, "is_usable", lambda device: is_usable)
+    with pytest.raises(ConfigError, match=f"quant_config.quant_algo: .*{algo}.*{reason}"):
+        Harness(path, **ENGINE, **asks(algo))
