@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/first_requests_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
+    "benchmarks/quantized_gpu.py": ("--quick",),
     "benchmarks/guided_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),

@@ -1,0 +1,369 @@
+"""Weights that stay 8-bit floats on a GPU beside bfloat16: steps of the 8B shape, and the products they are made of.
+
+Engines on random weights in this process, without a server. Each form is measured beside bfloat16 in turns: decode
+steps of 1, 32 and 128 rows at contexts of 1,000 tokens, and a prompt of 8,192. `replay` is the step's CUDA graph alone.
+What a start compares, decoder and dequantised reference, is told with it. Then products alone: the four matrices of a
+layer in a CUDA graph of several layers, times 32 layers, by form, rows and kernel, as long as there is time.
+
+    python3 benchmarks/quantized_gpu.py OUT.json   # 150 seconds
+    python3 benchmarks/quantized_gpu.py --quick    # also without a GPU, products alone, to see that it runs
+
+A case that fails is told with the end of its traceback, and the next one follows. The aims come last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from benchmarks.engine_gpu import SHAPES, Bench, write_config
+from bireme.config import CudaGraphConfig, EngineConfig, KvCacheConfig, Limits, QuantConfig
+from bireme.engines.base import EngineContext
+from bireme.engines.child.validate import Gate
+from bireme.engines.torch.kernels import few_rows_linear, one_row_linear, rounded_linear, row_wise
+from bireme.engines.torch.storage import BLOCK, Form, Fp8Weight
+from bireme.metrics import Registry
+
+ALGOS = {Form.FP8_CHANNEL: "FP8_PER_CHANNEL_PER_TOKEN", Form.FP8_BLOCKS: "FP8_BLOCK_SCALES"}
+ROWS = (1, 32, 128)
+CONTEXT, PROMPT, TURNS, STEPS = 1000, 8192, 3, 12
+AIMS = {  # of bfloat16's time
+    Form.FP8_CHANNEL: {1: 0.65, 32: 0.70, 128: 0.81, "prompt": 1.03},
+    Form.FP8_BLOCKS: {1: 0.70, 32: 0.78, 128: 0.90, "prompt": 1.03},
+}
+BEGAN_AT = time.perf_counter()
+REPORT: dict[str, Any] = {"benchmark": "quantized_gpu", "cases": {}, "failed": {}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", help="file for the report")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--seconds", type=float, default=150.0, help="no case is begun when so many have passed")
+    parser.add_argument("--quick", action="store_true", help="products of a tiny layer alone")
+    options = parser.parse_args()
+    is_cuda = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if is_cuda else "CPU"
+    REPORT.update(device=name, torch=torch.__version__, shape=options.shape)
+    print(f"{name}, torch {torch.__version__}", flush=True)
+    if is_cuda and not options.quick:
+        with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
+            config = write_config(folder, options.shape)
+            measure_engines(folder, config)
+    measure_products(options)
+    if is_cuda and options.shape == "8b" and not options.quick:
+        tell_aims()
+    REPORT["seconds"] = round(time.perf_counter() - BEGAN_AT, 1)
+    if options.out:
+        Path(options.out).write_text(json.dumps(REPORT, indent=1))
+    print(json.dumps(REPORT))
+
+
+@contextmanager
+def case(name: str) -> Iterator[None]:
+    """Go on after what is wrong in here, and tell it."""
+    try:
+        yield
+    except Exception as error:
+        lines = traceback.format_exc().strip().splitlines()[-6:]
+        REPORT["failed"][name] = lines
+        print(f"FAILED {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+
+
+def told(name: str, value: Any) -> None:
+    REPORT["cases"][name] = value
+    print(f"{time.perf_counter() - BEGAN_AT:6.1f} s  {name}: {value}", flush=True)
+
+
+class Engine(Bench):
+    """One engine of a form, with graphs of these rows alone."""
+
+    def __init__(self, folder: str, config: Any, form: Form) -> None:
+        from bireme.engines.torch.forward import warmup
+        from bireme.engines.torch.loading import LoadedEngine
+
+        self.form, self._shape, self._steps = form, config, STEPS
+        self.errors: dict[str, float] = {}
+        compare = warmup._compare
+
+        def watched(what: str, expected: Tensor, found: Tensor, most_error: float) -> None:
+            right = expected.to(found.device).float()
+            self.errors[what] = round(float((found.float() - right).norm() / right.norm()), 4)
+            compare(what, expected, found, most_error)
+
+        warmup._compare = watched
+        try:
+            settings = EngineConfig(
+                max_batch_size=max(ROWS),
+                max_seq_len=PROMPT + 100,
+                kv_cache_config=KvCacheConfig(tokens_per_block=32, max_tokens=164_000, enable_block_reuse=False),
+                load_format="dummy",
+                cuda_graph_config=CudaGraphConfig(batch_sizes=ROWS),
+                quant_config=QuantConfig(quant_algo=ALGOS.get(form)),
+            )
+            began = time.perf_counter()
+            context = EngineContext("bench", "decode", folder, settings, Registry("bench"))
+            self._loaded = LoadedEngine(context, lambda act: act())
+        finally:
+            warmup._compare = compare
+        self._core = self._loaded.core
+        resident = self._core._parts.forward.resident
+        while resident is not None and resident.make_next_graph():
+            pass
+        self._gate = Gate("decode", self._loaded.capacity, Limits(), b"")
+        self._random, self._count = np.random.default_rng(2), 0
+        gib = torch.cuda.memory_allocated() / 2**30
+        told(
+            f"{form} started",
+            {
+                "s": round(time.perf_counter() - began, 1),
+                "paths": list(self._loaded.capacity.step_paths),
+                "errors": self.errors,
+                "allocated_gib": round(gib, 1),
+            },
+        )
+
+    def begin(self, rows: int) -> None:
+        """Have so many requests decode."""
+        for _ in range(rows):
+            self._submit(CONTEXT, TURNS * STEPS + 200)
+        while any(not sequence.first_token_at for sequence in self._core.requests.running.values()):
+            self._step()
+        for _ in range(4):
+            self._step()
+
+    def steps_ms(self) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            self._step()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began) / STEPS
+
+    def end(self) -> None:
+        for key in list(self._core.requests.running):
+            self._core.requests.abort(key)
+        self._core.take_outputs()
+
+    def prompt_ms(self) -> float:
+        torch.cuda.synchronize()
+        self._submit(PROMPT, 1)
+        return 1e3 * sum(self._drain()[0])
+
+
+def measure_engines(folder: str, config: Any) -> None:
+    plain = None
+    with case("plain"):
+        plain = Engine(folder, config, Form.PLAIN)
+    for form in ALGOS:
+        with case(form):
+            other = Engine(folder, config, form)
+            for rows in ROWS:
+                with case(f"{form} {rows} rows"):
+                    decode_in_turns([engine for engine in (plain, other) if engine], form, rows)
+            with case(f"{form} prompt"):
+                prompts_in_turns([engine for engine in (plain, other) if engine], form)
+        other = None
+        gc.collect()
+        torch.cuda.empty_cache()
+    del plain
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def decode_in_turns(engines: list[Engine], form: Form, rows: int) -> None:
+    found: dict[str, list[float]] = {engine.form: [] for engine in engines}
+    for engine in engines:
+        engine.begin(rows)
+    for _ in range(TURNS):
+        for engine in engines:
+            found[engine.form].append(engine.steps_ms())
+    replays = {engine.form: engine._replay_seconds(rows) for engine in engines}
+    for engine in engines:
+        engine.end()
+    steps = {one: round(statistics.median(times), 3) for one, times in found.items()}
+    replay_ms = {one: None if s is None else round(1e3 * s, 3) for one, s in replays.items()}
+    told(f"{form} {rows} rows", {"step_ms": steps, "replay_ms": replay_ms, "ratio": ratio(steps, form)})
+
+
+def prompts_in_turns(engines: list[Engine], form: Form) -> None:
+    found: dict[str, list[float]] = {engine.form: [] for engine in engines}
+    for _ in range(TURNS + 1):
+        for engine in engines:
+            found[engine.form].append(engine.prompt_ms())
+    times = {one: round(statistics.median(own[1:]), 1) for one, own in found.items()}
+    told(f"{form} prompt", {"ms": times, "ratio": ratio(times, form)})
+
+
+def ratio(times: dict[str, float], form: Form) -> float | None:
+    return round(times[form] / times[Form.PLAIN], 3) if Form.PLAIN in times else None
+
+
+class Layers:
+    """The four matrices of some layers, in each form."""
+
+    def __init__(self, sizes: dict[str, tuple[int, int]], count: int, device: torch.device) -> None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.count, self.dtype, self.device = count, dtype, device
+        self.weights: dict[str, list[dict[Form, Any]]] = {}
+        for name, (rows, columns) in sizes.items():
+            self.weights[name] = []
+            for _ in range(count):
+                plain = torch.randn(rows, columns, dtype=dtype, device=device)
+                values = plain.to(torch.float8_e4m3fn)
+                blocks = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), device=device)
+                forms = {
+                    Form.PLAIN: plain,
+                    Form.FP8_CHANNEL: Fp8Weight(values, torch.rand(rows, device=device)),
+                    Form.FP8_BLOCKS: Fp8Weight(values, blocks),
+                }
+                self.weights[name].append(forms)
+
+    def run(self, form: Form, product: Callable[[Tensor, Any], Any], inputs: dict[int, Any]) -> None:
+        for layer in range(self.count):
+            for one in self.weights.values():
+                weight = one[layer][form]
+                product(inputs[weight.shape[1]], weight)
+
+
+def measure_products(options: argparse.Namespace) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hidden, inner, _, heads, kv_heads, _ = SHAPES["tiny" if options.quick else options.shape][1]
+    kv = hidden // heads * kv_heads
+    sizes = {"qkv": (hidden + 2 * kv, hidden), "output": (hidden, hidden)}
+    sizes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    layers = Layers(sizes, 1 if options.quick else 6, device)
+    for name, rows, form, product in product_cases(options.quick, device.type == "cuda"):
+        if time.perf_counter() - BEGAN_AT > options.seconds:
+            REPORT.setdefault("left_out", []).append(name)
+            continue
+        with case(name):
+            plain = {size: torch.randn(rows, size, dtype=layers.dtype, device=device) for size in (hidden, inner)}
+            inputs: dict[int, Any] = plain
+            if name.endswith("rounded"):
+                inputs = {size: row_wise.rounded_rows(x, form) for size, x in plain.items()}
+            seconds = graph_seconds(partial(layers.run, form, product, inputs), device)
+            told(name, round(1e3 * seconds * 32 / layers.count, 3))
+
+
+def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Form, Callable[[Any, Any], Any]]]:
+    """Yield name, rows, form and product, the ones that decide most first."""
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    forms = (Form.FP8_CHANNEL, Form.FP8_BLOCKS)
+
+    def rounded(product: Callable[..., Any], **how: Any) -> Callable[[Any, Any], Any]:
+        return lambda x, weight: product(*x, weight, dtype, **how)
+
+    if is_quick:
+        for form in forms:
+            yield f"{form} 1 row", 1, form, one_row_linear.one_row_linear
+            yield f"{form} 3 rows", 3, form, few_rows_linear.few_rows_linear
+            yield f"{form} 20 rows rounded", 20, form, rounded(rounded_linear.ours)
+        return
+    yield "plain 1 row", 1, Form.PLAIN, one_row_linear.one_row_linear
+    for form in forms:
+        for tiles in (None, (4, 2048, 8), (2, 2048, 4), (8, 1024, 4), (4, 1024, 4), (16, 512, 4), (2, 4096, 8)):
+            yield f"{form} 1 row {tiles or 'as served'}", 1, form, partial(one_row, tiles)
+    for rows in (16, 32, 128, 512, 2048):
+        yield f"plain {rows} rows cublas", rows, Form.PLAIN, lambda x, weight: torch.nn.functional.linear(x, weight)
+        for form in forms:
+            yield f"{form} {rows} rows torch rounded", rows, form, rounded(rounded_linear.torchs)
+    for form in forms:
+        for rows in (4, 16, 32):
+            yield f"{form} {rows} rows few", rows, form, few_rows_linear.few_rows_linear
+    for rows, tiles in (
+        (16, None),
+        (32, None),
+        (32, (32, 64, 128, 4, 6)),
+        (32, (32, 128, 128, 4, 5)),
+        (64, (64, 64, 128, 4, 5)),
+        (64, (64, 128, 128, 8, 5)),
+        (128, (128, 64, 128, 4, 5)),
+        (128, (128, 128, 128, 8, 4)),
+        (2048, None),
+        (2048, (128, 128, 128, 4, 3)),
+    ):
+        yield (
+            f"fp8_blocks {rows} rows ours {tiles} rounded",
+            rows,
+            Form.FP8_BLOCKS,
+            rounded(rounded_linear.ours, tiles=tiles),
+        )
+    for rows in (16, 32):
+        yield f"fp8_channel {rows} rows ours rounded", rows, Form.FP8_CHANNEL, rounded(rounded_linear.ours)
+    for rows in (32, 128, 2048):  # what rounds, beside what is there anyway
+        for form in forms:
+            yield f"{form} {rows} rows of what rounds", rows, form, partial(rounding, form)
+
+
+def one_row(tiles: tuple[int, int, int] | None, x: Tensor, weight: Any) -> None:
+    chosen = one_row_linear._fp8_tiles
+    if tiles is not None:
+        one_row_linear._fp8_tiles = lambda width, size, is_gated: tiles
+    try:
+        one_row_linear.one_row_linear(x, weight)
+    finally:
+        one_row_linear._fp8_tiles = chosen
+
+
+def rounding(form: Form, x: Tensor, weight: Any) -> None:
+    """Round a row before each matrix, that of `down` by the gate."""
+    if x.shape[1] > weight.shape[0]:
+        row_wise.rounded_gate(torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device), form)
+    else:
+        row_wise.rounded_rows(x, form, x[0], 1e-5, x)
+
+
+def graph_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of a replay of its graph, the median of several; on a CPU of one call."""
+    call()
+    if device.type == "cpu":
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(10):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1e3)
+    return statistics.median(times)
+
+
+def tell_aims() -> None:
+    for form, aims in AIMS.items():
+        for what, most in aims.items():
+            found = REPORT["cases"].get(f"{form} prompt" if what == "prompt" else f"{form} {what} rows") or {}
+            share = found.get("ratio")
+            word = "not measured" if share is None else "ok" if share <= most else "ABOVE"
+            print(f"aim: {form} {what} {share} of bfloat16's time, {most} asked for: {word}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
