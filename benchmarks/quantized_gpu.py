@@ -2,7 +2,7 @@
 
 Engines on random weights in this process, without a server. Each form is measured beside bfloat16 in turns: decode
 steps of 1, 32 and 128 rows at contexts of 1,000 tokens, and a prompt of 8,192. `replay` is the step's CUDA graph alone.
-What a start compares, decoder and dequantised reference, is told with it. Then products alone: the four matrices of a
+What a start compares, decoder and dequantized reference, is told with it. Then products alone: the four matrices of a
 layer in a CUDA graph of several layers, times 32 layers, by form, rows and kernel, as long as there is time.
 
     python3 benchmarks/quantized_gpu.py OUT.json   # 150 seconds
@@ -41,15 +41,15 @@ from bireme.config import CudaGraphConfig, EngineConfig, KvCacheConfig, Limits, 
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.kernels import few_rows_linear, one_row_linear, rounded_linear, row_wise
-from bireme.engines.torch.storage import BLOCK, Form, Fp8Weight
+from bireme.engines.torch.storage import BLOCK, Fp8Weight, WeightForm
 from bireme.metrics import Registry
 
-ALGOS = {Form.FP8_CHANNEL: "FP8_PER_CHANNEL_PER_TOKEN", Form.FP8_BLOCKS: "FP8_BLOCK_SCALES"}
+ALGOS = {WeightForm.FP8_CHANNEL: "FP8_PER_CHANNEL_PER_TOKEN", WeightForm.FP8_BLOCKS: "FP8_BLOCK_SCALES"}
 ROWS = (1, 32, 128)
 CONTEXT, PROMPT, TURNS, STEPS = 1000, 8192, 3, 12
 AIMS = {  # of bfloat16's time
-    Form.FP8_CHANNEL: {1: 0.65, 32: 0.70, 128: 0.81, "prompt": 1.03},
-    Form.FP8_BLOCKS: {1: 0.70, 32: 0.78, 128: 0.90, "prompt": 1.03},
+    WeightForm.FP8_CHANNEL: {1: 0.65, 32: 0.70, 128: 0.81, "prompt": 1.03},
+    WeightForm.FP8_BLOCKS: {1: 0.70, 32: 0.78, 128: 0.90, "prompt": 1.03},
 }
 BEGAN_AT = time.perf_counter()
 REPORT: dict[str, Any] = {"benchmark": "quantized_gpu", "cases": {}, "failed": {}}
@@ -98,7 +98,7 @@ def told(name: str, value: Any) -> None:
 class Engine(Bench):
     """One engine of a form, with graphs of these rows alone."""
 
-    def __init__(self, folder: str, config: Any, form: Form) -> None:
+    def __init__(self, folder: str, config: Any, form: WeightForm) -> None:
         from bireme.engines.torch.forward import warmup
         from bireme.engines.torch.loading import LoadedEngine
 
@@ -174,7 +174,7 @@ class Engine(Bench):
 def measure_engines(folder: str, config: Any) -> None:
     plain = None
     with case("plain"):
-        plain = Engine(folder, config, Form.PLAIN)
+        plain = Engine(folder, config, WeightForm.PLAIN)
     for form in ALGOS:
         with case(form):
             other = Engine(folder, config, form)
@@ -191,7 +191,7 @@ def measure_engines(folder: str, config: Any) -> None:
     torch.cuda.empty_cache()
 
 
-def decode_in_turns(engines: list[Engine], form: Form, rows: int) -> None:
+def decode_in_turns(engines: list[Engine], form: WeightForm, rows: int) -> None:
     found: dict[str, list[float]] = {engine.form: [] for engine in engines}
     for engine in engines:
         engine.begin(rows)
@@ -206,7 +206,7 @@ def decode_in_turns(engines: list[Engine], form: Form, rows: int) -> None:
     told(f"{form} {rows} rows", {"step_ms": steps, "replay_ms": replay_ms, "ratio": ratio(steps, form)})
 
 
-def prompts_in_turns(engines: list[Engine], form: Form) -> None:
+def prompts_in_turns(engines: list[Engine], form: WeightForm) -> None:
     found: dict[str, list[float]] = {engine.form: [] for engine in engines}
     for _ in range(TURNS + 1):
         for engine in engines:
@@ -215,8 +215,8 @@ def prompts_in_turns(engines: list[Engine], form: Form) -> None:
     told(f"{form} prompt", {"ms": times, "ratio": ratio(times, form)})
 
 
-def ratio(times: dict[str, float], form: Form) -> float | None:
-    return round(times[form] / times[Form.PLAIN], 3) if Form.PLAIN in times else None
+def ratio(times: dict[str, float], form: WeightForm) -> float | None:
+    return round(times[form] / times[WeightForm.PLAIN], 3) if WeightForm.PLAIN in times else None
 
 
 class Layers:
@@ -225,7 +225,7 @@ class Layers:
     def __init__(self, sizes: dict[str, tuple[int, int]], count: int, device: torch.device) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.count, self.dtype, self.device = count, dtype, device
-        self.weights: dict[str, list[dict[Form, Any]]] = {}
+        self.weights: dict[str, list[dict[WeightForm, Any]]] = {}
         for name, (rows, columns) in sizes.items():
             self.weights[name] = []
             for _ in range(count):
@@ -233,13 +233,13 @@ class Layers:
                 values = plain.to(torch.float8_e4m3fn)
                 blocks = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), device=device)
                 forms = {
-                    Form.PLAIN: plain,
-                    Form.FP8_CHANNEL: Fp8Weight(values, torch.rand(rows, device=device)),
-                    Form.FP8_BLOCKS: Fp8Weight(values, blocks),
+                    WeightForm.PLAIN: plain,
+                    WeightForm.FP8_CHANNEL: Fp8Weight(values, torch.rand(rows, device=device)),
+                    WeightForm.FP8_BLOCKS: Fp8Weight(values, blocks),
                 }
                 self.weights[name].append(forms)
 
-    def run(self, form: Form, product: Callable[[Tensor, Any], Any], inputs: dict[int, Any]) -> None:
+    def run(self, form: WeightForm, product: Callable[[Tensor, Any], Any], inputs: dict[int, Any]) -> None:
         for layer in range(self.count):
             for one in self.weights.values():
                 weight = one[layer][form]
@@ -266,10 +266,10 @@ def measure_products(options: argparse.Namespace) -> None:
             told(name, round(1e3 * seconds * 32 / layers.count, 3))
 
 
-def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Form, Callable[[Any, Any], Any]]]:
+def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, WeightForm, Callable[[Any, Any], Any]]]:
     """Yield name, rows, form and product, the ones that decide most first."""
     dtype = torch.bfloat16 if is_cuda else torch.float32
-    forms = (Form.FP8_CHANNEL, Form.FP8_BLOCKS)
+    forms = (WeightForm.FP8_CHANNEL, WeightForm.FP8_BLOCKS)
 
     def rounded(product: Callable[..., Any], **how: Any) -> Callable[[Any, Any], Any]:
         return lambda x, weight: product(*x, weight, dtype, **how)
@@ -280,12 +280,17 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, For
             yield f"{form} 3 rows", 3, form, few_rows_linear.few_rows_linear
             yield f"{form} 20 rows rounded", 20, form, rounded(rounded_linear.ours)
         return
-    yield "plain 1 row", 1, Form.PLAIN, one_row_linear.one_row_linear
+    yield "plain 1 row", 1, WeightForm.PLAIN, one_row_linear.one_row_linear
     for form in forms:
         for tiles in (None, (4, 2048, 8), (2, 2048, 4), (8, 1024, 4), (4, 1024, 4), (16, 512, 4), (2, 4096, 8)):
             yield f"{form} 1 row {tiles or 'as served'}", 1, form, partial(one_row, tiles)
     for rows in (16, 32, 128, 512, 2048):
-        yield f"plain {rows} rows cublas", rows, Form.PLAIN, lambda x, weight: torch.nn.functional.linear(x, weight)
+        yield (
+            f"plain {rows} rows cublas",
+            rows,
+            WeightForm.PLAIN,
+            lambda x, weight: torch.nn.functional.linear(x, weight),
+        )
         for form in forms:
             yield f"{form} {rows} rows torch rounded", rows, form, rounded(rounded_linear.torchs)
     for form in forms:
@@ -306,11 +311,11 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, For
         yield (
             f"fp8_blocks {rows} rows ours {tiles} rounded",
             rows,
-            Form.FP8_BLOCKS,
+            WeightForm.FP8_BLOCKS,
             rounded(rounded_linear.ours, tiles=tiles),
         )
     for rows in (16, 32):
-        yield f"fp8_channel {rows} rows ours rounded", rows, Form.FP8_CHANNEL, rounded(rounded_linear.ours)
+        yield f"fp8_channel {rows} rows ours rounded", rows, WeightForm.FP8_CHANNEL, rounded(rounded_linear.ours)
     for rows in (32, 128, 2048):  # what rounds, beside what is there anyway
         for form in forms:
             yield f"{form} {rows} rows of what rounds", rows, form, partial(rounding, form)
@@ -326,7 +331,7 @@ def one_row(tiles: tuple[int, int, int] | None, x: Tensor, weight: Any) -> None:
         one_row_linear._fp8_tiles = chosen
 
 
-def rounding(form: Form, x: Tensor, weight: Any) -> None:
+def rounding(form: WeightForm, x: Tensor, weight: Any) -> None:
     """Round a row before each matrix, that of `down` by the gate."""
     if x.shape[1] > weight.shape[0]:
         row_wise.rounded_gate(torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device), form)

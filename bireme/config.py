@@ -21,6 +21,7 @@ from bireme.settings import (
     NotNegative,
     Positive,
     PositiveDuration,
+    QuantConfig,
     Rule,
     SeqLen,
     Settings,
@@ -68,22 +69,6 @@ class KvCacheConfig(Settings, frozen=True, kw_only=True):
     # Bytes on disk for blocks that are evicted from host memory; None, 0: none. TensorRT-LLM has both keys from 1.3 on
     disk_cache_size: Annotated[NotNegative | None, _NOT_MOCKER] = None
     disk_cache_path: Annotated[str | None, _NOT_MOCKER] = None  # folder for them ($NAME and ~ are expanded)
-
-
-class QuantConfig(Settings, frozen=True, kw_only=True):
-    """How weights are stored, by TensorRT-LLM's names."""
-
-    # The layers' projections are rounded to 8-bit floats when they are loaded: with one scale for each (FP8), for each
-    # of its output channels, or for a block of 128 x 128. None: they are what the checkpoint has
-    quant_algo: Annotated[
-        str | None,
-        _not_torch(
-            "8-bit floats are kept here; set FP8, FP8_PER_CHANNEL_PER_TOKEN or FP8_BLOCK_SCALES, or remove it",
-            "FP8",
-            "FP8_PER_CHANNEL_PER_TOKEN",
-            "FP8_BLOCK_SCALES",
-        ),
-    ] = None
 
 
 class SchedulerConfig(Settings, frozen=True, kw_only=True):

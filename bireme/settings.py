@@ -42,6 +42,21 @@ _TRTLLM_STAGES = Rule("refused", "TensorRT-LLM stages KV itself; remove it", ("a
 Staging = Annotated[StagingChoice, Engines(trtllm=_TRTLLM_STAGES)]
 
 
+_FP8 = Rule(
+    "refused",
+    "8-bit floats are kept here; set FP8, FP8_PER_CHANNEL_PER_TOKEN or FP8_BLOCK_SCALES, or remove it",
+    ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES"),
+)
+
+
+class QuantConfig(Settings, frozen=True, kw_only=True):
+    """How weights are stored, by TensorRT-LLM's names."""
+
+    # The layers' projections are rounded to 8-bit floats when they are loaded: with one scale for each (FP8), for each
+    # of its output channels, or for a block of 128 x 128. None: they are what the checkpoint has
+    quant_algo: Annotated[str | None, Engines(torch=_FP8, mocker=HARMLESS)] = None
+
+
 class DiscoveryConfig(Settings, frozen=True, kw_only=True):
     """How servers of one model find each other's workers; serve.py --discovery sets it for a launch."""
 

@@ -46,7 +46,7 @@ ENGINE_ROWS = (
 ROOMS = {
     "engines/torch": (
         (
-            ("geometry", "step", "native"),
+            ("geometry", "step", "native", "storage"),
             ("kernels", "weights"),
             ("pools", "embedding"),
             ("images", "forward"),
@@ -55,7 +55,7 @@ ROOMS = {
             ("engine",),
         ),
         16,
-        35,
+        36,
     ),
     "kv": (
         (("kernels", "blocks"), ("wire",), ("publishing", "following", "routing", "transfer"), ("compile",)),

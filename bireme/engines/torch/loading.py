@@ -28,7 +28,6 @@ from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.scheduling.step_prices import NOTHING, prices_of
 from bireme.engines.torch.scheduling.step_times import StepTimesFile
 from bireme.engines.torch.step import Post
-from bireme.engines.torch.storage import Form
 from bireme.engines.torch.weights.checkpoint import eos_token_ids
 from bireme.engines.torch.weights.setup import Setup, settle
 from bireme.engines.torch.weights.shared_weights import SharedModel, load_own, load_shared, weights_id
@@ -126,15 +125,14 @@ class LoadedEngine:
             step_paths=tuple(map(str, forward.paths)),
             prompt_attention=tuple(map(str, forward.prompt_attention)),
         )
-        form = Form.PLAIN if model.fused is None else model.fused.form
-        context.metrics.set("bireme_weights_form", 1, form)
+        context.metrics.set("bireme_weights_form", 1, model.form)
         for kernel in self.capacity.prompt_attention[:1]:
             context.metrics.set("bireme_prompt_attention", 1, kernel)
         logger.info(
             "engine_loaded model=%s dtype=%s weights=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
             type(model.modules).__name__,
             self.capacity.dtype,
-            form,
+            model.form,
             setup.device.type,
             store.num_bytes >> 20,
             manager.num_blocks,

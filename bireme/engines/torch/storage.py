@@ -22,7 +22,7 @@ SMALLEST = 1e-12  # of what scales are made from: zeros have one, too
 MOST_EXACT_ROWS = 16  # activations of more are rounded
 
 
-class Form(enum.StrEnum):
+class WeightForm(enum.StrEnum):
     """Names in the log, and of the metric's label."""
 
     PLAIN = enum.auto()  # the dtype that the model computes in
@@ -38,8 +38,8 @@ class Fp8Weight:
     scales: Tensor  # float32, (N,) of channels, or (ceil(N / 128), ceil(K / 128)) of blocks
 
     @property
-    def form(self) -> Form:
-        return Form.FP8_BLOCKS if self.scales.dim() == 2 else Form.FP8_CHANNEL
+    def form(self) -> WeightForm:
+        return WeightForm.FP8_BLOCKS if self.scales.dim() == 2 else WeightForm.FP8_CHANNEL
 
     @property
     def shape(self) -> torch.Size:
@@ -64,8 +64,8 @@ class Fp8Weight:
 Weight: TypeAlias = Tensor | Fp8Weight
 
 
-def form_of(weight: Weight) -> Form:
-    return weight.form if isinstance(weight, Fp8Weight) else Form.PLAIN
+def form_of(weight: Weight) -> WeightForm:
+    return weight.form if isinstance(weight, Fp8Weight) else WeightForm.PLAIN
 
 
 def plain(weight: Weight) -> Tensor:
@@ -78,17 +78,17 @@ def parts_of(weight: Weight) -> tuple[Tensor, Tensor | None, int]:
     """Return what kernels take: values, scales, and the size of blocks (0: none)."""
     if not isinstance(weight, Fp8Weight):
         return weight, None, 0
-    return weight.values, weight.scales, BLOCK if weight.form is Form.FP8_BLOCKS else 0
+    return weight.values, weight.scales, BLOCK if weight.form is WeightForm.FP8_BLOCKS else 0
 
 
-def rounds_activations(form: Form, rows: int) -> bool:
+def rounds_activations(form: WeightForm, rows: int) -> bool:
     """Whether the product of so many rows rounds them to E4M3."""
-    return form is not Form.PLAIN and rows > MOST_EXACT_ROWS
+    return form is not WeightForm.PLAIN and rows > MOST_EXACT_ROWS
 
 
-def rounded(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
     """x (R, K) -> values (R, K) float8_e4m3fn and scales float32, (R,) or with blocks (R, ceil(K / 128))."""
-    if form is not Form.FP8_BLOCKS:
+    if form is not WeightForm.FP8_BLOCKS:
         scales = _scale(x.float().abs().amax(1))
         return (x.float() / scales[:, None]).to(E4M3), scales
     rows, size = x.shape

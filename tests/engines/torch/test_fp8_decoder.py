@@ -10,7 +10,7 @@ from bireme.config import QuantConfig
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward import warmup
 from bireme.engines.torch.forward.decoder_weights import fuse
-from bireme.engines.torch.storage import Form
+from bireme.engines.torch.storage import WeightForm
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model, rounded
 from bireme.engines.torch.weights.fp8 import Fp8Linear
 from bireme.engines.torch.weights.shared_weights import arrange, make_skeleton, put_in, weights_id
@@ -22,7 +22,11 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}
 SMALL |= {"head_dim": 128, "intermediate_size": 128}
 ENGINE = {"max_seq_len": 64, "max_batch_size": 2, "tokens_per_block": 4}
-ALGOS = {"FP8": Form.FP8_CHANNEL, "FP8_PER_CHANNEL_PER_TOKEN": Form.FP8_CHANNEL, "FP8_BLOCK_SCALES": Form.FP8_BLOCKS}
+ALGOS = {
+    "FP8": WeightForm.FP8_CHANNEL,
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightForm.FP8_CHANNEL,
+    "FP8_BLOCK_SCALES": WeightForm.FP8_BLOCKS,
+}
 CPU = torch.device("cpu")
 
 

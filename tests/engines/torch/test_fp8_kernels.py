@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch.kernels import few_rows_linear, one_row_linear, rounded_linear, row_wise
-from bireme.engines.torch.storage import BLOCK, Form, Fp8Weight, form_of, restored, rounded, rounds_activations
+from bireme.engines.torch.storage import BLOCK, Fp8Weight, WeightForm, form_of, restored, rounded, rounds_activations
 from bireme.engines.torch.weights.fp8 import _round
 from tests.engines.torch import kernel_references as references
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMS = [Form.FP8_CHANNEL, Form.FP8_BLOCKS]
+FORMS = [WeightForm.FP8_CHANNEL, WeightForm.FP8_BLOCKS]
 close = torch.testing.assert_close
 
 
@@ -29,7 +29,7 @@ def randn():
 def stored(weight, form, is_one=False):
     """Return the weight in this form."""
     rows, columns = weight.shape
-    shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if form is Form.FP8_BLOCKS else (rows,)
+    shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if form is WeightForm.FP8_BLOCKS else (rows,)
     found = Fp8Weight(weight.to(torch.float8_e4m3fn), torch.empty(shape, device=weight.device))
     _round(weight, found, is_one)
     return found
@@ -59,7 +59,7 @@ def test_rounded_rows_are_multiplied_as_in_plain_torch(randn, form, rows):
     weight, bias = stored(randn(272, 288), form), randn(272)
     values, scales = rounded(randn(rows, 288), form)
     expected = restored(values, scales) @ weight.dequantized().t() + bias
-    if form is Form.FP8_BLOCKS:
+    if form is WeightForm.FP8_BLOCKS:
         scales = scales.t().contiguous().t()
     close(rounded_linear.ours(values, scales, weight, torch.float32, bias), expected, atol=2e-3, rtol=1e-3)
 
@@ -71,7 +71,7 @@ def test_torchs_product_of_rounded_rows_is_ours(randn, form, rows):
     weight, bias = stored(randn(512, 1024), form), randn(512).bfloat16()
     values, scales = row_wise.rounded_rows(randn(rows, 1024).bfloat16(), form)
     given = (values, scales, weight, torch.bfloat16, bias)
-    if form is Form.FP8_BLOCKS and not rounded_linear._takes_blocks(0):
+    if form is WeightForm.FP8_BLOCKS and not rounded_linear._takes_blocks(0):
         pytest.skip("torch has no product with blocks on this GPU")
     close(rounded_linear.torchs(*given), rounded_linear.ours(*given), atol=0.5, rtol=0.01)
 
@@ -99,20 +99,20 @@ def assert_rounded(found, whole, form):
     assert (found[0].float() != values.float()).float().mean() < 0.01
 
 
-@pytest.mark.parametrize(("form", "is_one"), [(Form.FP8_CHANNEL, True), *((form, False) for form in FORMS)])
+@pytest.mark.parametrize(("form", "is_one"), [(WeightForm.FP8_CHANNEL, True), *((form, False) for form in FORMS)])
 def test_a_weight_is_within_half_a_step_of_its_8_bit_floats(randn, form, is_one):
     weight = randn(200, 300)
     weight[5] *= 100
     found = stored(weight, form, is_one)
-    assert found.form is form and form_of(weight) is Form.PLAIN and len(found) == 200
-    step = 448 * 2**-4 * (found.scales.max() if is_one or form is Form.FP8_BLOCKS else found.scales[:, None])
+    assert found.form is form and form_of(weight) is WeightForm.PLAIN and len(found) == 200
+    step = 448 * 2**-4 * (found.scales.max() if is_one or form is WeightForm.FP8_BLOCKS else found.scales[:, None])
     assert ((found.dequantized() - weight).abs() <= torch.maximum(weight.abs() / 16, step / 2**13)).all()
     assert len(found.scales.unique()) == (1 if is_one else found.scales.numel())
 
 
 def test_few_rows_are_taken_as_they_are_and_more_are_rounded():
-    assert [rounds_activations(Form.FP8_BLOCKS, rows) for rows in (1, 16, 17)] == [False, False, True]
-    assert not rounds_activations(Form.PLAIN, 99)
+    assert [rounds_activations(WeightForm.FP8_BLOCKS, rows) for rows in (1, 16, 17)] == [False, False, True]
+    assert not rounds_activations(WeightForm.PLAIN, 99)
 
 
 COMPILE = """

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch.geometry import Rotary, TopKRouter
-from bireme.engines.torch.storage import Form, Fp8Weight, Weight, form_of
+from bireme.engines.torch.storage import Fp8Weight, Weight, WeightForm, form_of
 from bireme.engines.torch.weights.architectures import FAMILIES
 from bireme.engines.torch.weights.fp8 import Fp8Linear
 
@@ -52,7 +52,7 @@ class DecoderWeights:
     softcap: float = 0.0  # of the logits; 0: none
 
     @property
-    def form(self) -> Form:
+    def form(self) -> WeightForm:
         """What the layers' projections are stored in."""
         return form_of(self.layers[0].qkv)
 

@@ -12,7 +12,7 @@ from bireme.config import CudaGraphConfig
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.decoder_ops import choose_ops
-from bireme.engines.torch.forward.decoder_weights import FAMILIES, DecoderWeights, fuse, why_not_fused
+from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
 from bireme.engines.torch.forward.flash_attention import open_flash_attention
 from bireme.engines.torch.forward.forward import Forward, StepPath
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
@@ -20,6 +20,8 @@ from bireme.engines.torch.forward.packed_decoder import PackedDecoder
 from bireme.engines.torch.forward.warmup import FirstPasses, check_mixed, check_packed, check_resident
 from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
+from bireme.engines.torch.storage import WeightForm
+from bireme.engines.torch.weights.architectures import FAMILIES
 from bireme.engines.torch.weights.limits import check_kv_dtype, narrow_windows
 from bireme.engines.torch.weights.setup import Setup
 from bireme.engines.torch.weights.shared_weights import make_skeleton
@@ -40,6 +42,11 @@ class StepModel:
     aim: StepPath  # what is to compute its steps
     fused: DecoderWeights | None  # of a model that aims at that
     has_grid_positions: bool
+
+    @property
+    def form(self) -> WeightForm:
+        """What the layers' projections are stored in."""
+        return WeightForm.PLAIN if self.fused is None else self.fused.form
 
     @property
     def num_heads(self) -> int:

@@ -23,7 +23,7 @@ from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_lin
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rounded_linear import rounded_linear
 from bireme.engines.torch.kernels.row_wise import gate, rms_norm, rounded_gate, rounded_rows
-from bireme.engines.torch.storage import Form, Fp8Weight, Weight, plain, rounds_activations
+from bireme.engines.torch.storage import Fp8Weight, Weight, WeightForm, plain, rounds_activations
 
 
 def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) -> ManyRows:
@@ -32,7 +32,7 @@ def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) ->
     `is_decode`: a step of ResidentDecode, whose rows are few more often than not.
     """
     rows, kind = len(x), ManyRows
-    if weights.form is not Form.PLAIN:
+    if weights.form is not WeightForm.PLAIN:
         few = OneRow if rows == 1 else FewFp8Rows
         kind = RoundedRows if rounds_activations(weights.form, rows) else few
     elif is_decode and rows <= MOST_ROWS:

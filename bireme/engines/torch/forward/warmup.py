@@ -18,7 +18,7 @@ from bireme.engines.torch.forward.forward import Forward
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, SchedulerOutput, Sequence
-from bireme.engines.torch.storage import Form
+from bireme.engines.torch.storage import WeightForm
 from bireme.engines.torch.weights.findings import Findings
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.rows import Row
@@ -168,7 +168,7 @@ def _most_error(weights: DecoderWeights) -> float:
     dtype = weights.embeddings.dtype
     if dtype is torch.bfloat16:
         return _MOST_ERROR_OF_EXPERTS if weights.has_experts else _MOST_ERROR[dtype]
-    return _MOST_ERROR[dtype] if weights.form is Form.PLAIN else _MOST_ERROR_OF_FP8
+    return _MOST_ERROR[dtype] if weights.form is WeightForm.PLAIN else _MOST_ERROR_OF_FP8
 
 
 def _compare(what: str, expected: torch.Tensor, found: torch.Tensor, most_error: float) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
-from bireme.engines.torch.storage import BLOCK, E4M3, Form, Fp8Weight
+from bireme.engines.torch.storage import BLOCK, E4M3, Fp8Weight, WeightForm
 
 FEW_ROWS = 64  # up to which our kernel takes products with blocks
 
@@ -73,7 +73,7 @@ def rounded_linear(
 
 def torchs(x: Tensor, x_scales: Tensor, weight: Fp8Weight, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """The same by torch, for bfloat16 on a GPU."""
-    if weight.form is Form.FP8_BLOCKS:
+    if weight.form is WeightForm.FP8_BLOCKS:
         out = torch._scaled_mm(x, weight.values.t(), x_scales, weight.scales.t(), out_dtype=dtype)
         return out if bias is None else out.add_(bias)
     scales = x_scales[:, None], weight.scales[None, :]
@@ -90,7 +90,7 @@ def ours(
 ) -> Tensor:
     """The same by our kernel. `tiles`: rows, N and K of a tile, its warps and stages, in place of those chosen."""
     rows, size = x.shape
-    width, block = len(weight), BLOCK if weight.form is Form.FP8_BLOCKS else 0
+    width, block = len(weight), BLOCK if weight.form is WeightForm.FP8_BLOCKS else 0
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
     tile_rows, tile_n, tile_k, num_warps, num_stages = tiles or _tiles(rows)
     tile_k = min(tile_k, BLOCK if block else max(32, triton.next_power_of_2(size)))
@@ -125,7 +125,7 @@ def _tiles(rows: int) -> tuple[int, int, int, int, int]:
 def _is_torchs(x: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     if not x.is_cuda or dtype is not torch.bfloat16:
         return False
-    if weight.form is Form.FP8_CHANNEL:
+    if weight.form is WeightForm.FP8_CHANNEL:
         return True
     return len(x) > FEW_ROWS and _takes_blocks(x.device.index or 0)
 

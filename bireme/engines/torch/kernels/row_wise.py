@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
-from bireme.engines.torch.storage import BLOCK, E4M3, LARGEST, SMALLEST, Form
+from bireme.engines.torch.storage import BLOCK, E4M3, LARGEST, SMALLEST, WeightForm
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -154,7 +154,7 @@ def _rounded_gate_kernel(
 
 
 def rounded_rows(
-    x: Tensor, form: Form, norm: Tensor | None = None, eps: float = 0.0, more: Tensor | None = None
+    x: Tensor, form: WeightForm, norm: Tensor | None = None, eps: float = 0.0, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x (T, K) -> what `storage.rounded` makes of it, after an RMS norm with the factors `norm` (K,).
 
@@ -181,7 +181,7 @@ def rounded_rows(
     return out, scales
 
 
-def rounded_gate(gate_up: Tensor, form: Form, is_gelu: bool = False) -> tuple[Tensor, Tensor]:
+def rounded_gate(gate_up: Tensor, form: WeightForm, is_gelu: bool = False) -> tuple[Tensor, Tensor]:
     """gate_up (T, 2 I) -> what `storage.rounded` makes of `gate`'s result (T, I)."""
     out, scales, block, pad = _make_rounded(len(gate_up), gate_up.shape[1] // 2, form, gate_up)
     _rounded_gate_kernel[(len(gate_up),)](
@@ -200,10 +200,10 @@ def rounded_gate(gate_up: Tensor, form: Form, is_gelu: bool = False) -> tuple[Te
     return out, scales
 
 
-def _make_rounded(rows: int, size: int, form: Form, like: Tensor) -> tuple[Tensor, Tensor, int, int]:
+def _make_rounded(rows: int, size: int, form: WeightForm, like: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Return room for values and scales, the size of blocks (0: none), and the padded size of a row."""
     out, pad = torch.empty(rows, size, dtype=E4M3, device=like.device), triton.next_power_of_2(size)
-    if form is not Form.FP8_BLOCKS:
+    if form is not WeightForm.FP8_BLOCKS:
         return out, torch.empty(rows, dtype=torch.float32, device=like.device), 0, pad
     scales = torch.empty(-(-size // BLOCK), rows, dtype=torch.float32, device=like.device).t()
     return out, scales, BLOCK, max(BLOCK, pad)

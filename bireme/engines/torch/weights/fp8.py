@@ -18,8 +18,8 @@ from bireme.engines.torch.storage import (
     E4M3,
     LARGEST,
     SMALLEST,
-    Form,
     Fp8Weight,
+    WeightForm,
     restored,
     rounded,
     rounds_activations,
@@ -118,7 +118,7 @@ def _replace(owner: Any, names: Sequence[str], algo: str, device: torch.device) 
 def _round(weight: Tensor, to: Fp8Weight, is_one: bool) -> None:
     """Fill in values and scales. `is_one`: one scale for all of it, repeated."""
     rows, columns = weight.shape
-    if to.form is Form.FP8_BLOCKS:
+    if to.form is WeightForm.FP8_BLOCKS:
         padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
         blocks = padded.view(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
         to.scales.copy_(blocks.abs().amax((1, 3)).clamp(min=SMALLEST) / LARGEST)
