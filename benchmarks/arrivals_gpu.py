@@ -72,13 +72,23 @@ class Running:
     """The engine, and what it has told of each request."""
 
     def __init__(
-        self, folder: str, options: argparse.Namespace, is_prepared: bool = True, num_threads: int = 1
+        self,
+        folder: str,
+        options: argparse.Namespace,
+        is_prepared: bool = True,
+        num_threads: int = 1,
+        windows: list[int] | None = None,
     ) -> None:
-        """`is_prepared`: with all graphs, which an engine makes when it has nothing to do."""
+        """`is_prepared`: with all graphs, which an engine makes when it has nothing to do.
+
+        `windows`: kv_cache_config.max_attention_window.
+        """
         config = EngineConfig(
             max_batch_size=8 if options.quick else 256,
             max_seq_len=1024 if options.quick else 20000,
-            kv_cache_config=KvCacheConfig(tokens_per_block=32, max_tokens=8192 if options.quick else None),
+            kv_cache_config=KvCacheConfig(
+                tokens_per_block=32, max_tokens=8192 if options.quick else None, max_attention_window=windows
+            ),
             scheduler_config=SchedulerConfig(max_stream_gap_ms=options.gap),
             load_format="dummy",
         )

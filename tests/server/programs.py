@@ -29,6 +29,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/embedding_cache.py": ("--recipe", "recipes/tiny-vlm-agg", "--pictures", "1"),
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
     "benchmarks/first_requests_gpu.py": ("--shape", "tiny", "--quick"),
+    "benchmarks/step_shares_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
     "benchmarks/quantized_gpu.py": ("--quick",),

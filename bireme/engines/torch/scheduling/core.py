@@ -23,6 +23,7 @@ from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.scheduling.step_costs import StepWork
+from bireme.engines.torch.scheduling.step_ranges import step_range
 from bireme.engines.torch.scheduling.step_records import StepRecorder
 from bireme.engines.torch.scheduling.tracing import note_chunks
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
@@ -78,6 +79,7 @@ class EngineCore:
         self._pace = StepPace(parts.costs)
         self._sees_ends = parts.forward.modules.device.type != "cuda"  # of steps of which nothing is read
         self._late = LateChoices(parts.sampler)
+        self._range = step_range(parts.forward.modules.device)
 
     @property
     def num_waiting(self) -> int:
@@ -171,7 +173,8 @@ class EngineCore:
             planned.keep_running()
             if planned.has_tokens:
                 return planned
-        plan = self.scheduler.schedule()
+        with self._range("plan"):
+            plan = self.scheduler.schedule()
         self._arrivals.start(plan, now)
         return plan
 
@@ -197,7 +200,8 @@ class EngineCore:
         elif (computed := self._compute(plan)) is not None:
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
             work = StepWork.of(plan)
-            sampled = self._sample(computed)
+            with self._range("sample"):
+                sampled = self._sample(computed)
             self._advance(plan)
             now, sequences = time.monotonic(), computed.batch.sampled
             if plan.chunks:
@@ -226,7 +230,8 @@ class EngineCore:
         """Return the step's logits. Out of memory ends the request that needs most, and the others' step is done."""
         while plan.has_tokens:
             try:
-                return self._parts.forward.run(plan)
+                with self._range("forward"):
+                    return self._parts.forward.run(plan)
             except torch.OutOfMemoryError as error:
                 text = str(error).partition(". ")[0]
             # Here, not above: the error's frames held what the failed pass had allocated.
@@ -280,7 +285,8 @@ class EngineCore:
         self._started = None
         if started.choice is None and not started.needs_host:
             self._choose(started)
-        following = None if started.needs_host else self.scheduler.follow(started.plan)
+        with self._range("plan"):
+            following = None if started.needs_host else self.scheduler.follow(started.plan)
         if following is not None:
             self._begin(following, began)
             if self._parts.forward.resident_for(following) is not None:
@@ -298,7 +304,8 @@ class EngineCore:
         assert chosen is not None
         path, resident = chosen
         work = StepWork.of(plan)
-        flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
+        with self._range(f"start {path}"):
+            flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
         batch = plan.sampled
         needs_host = (
@@ -309,14 +316,16 @@ class EngineCore:
         return _Started(path, plan, batch, flight, began, work, scheduled, needs_host)
 
     def _choose(self, started: _Started) -> LateChoice:
-        started.choice = self._late.choose(started.flight, started.batch)
+        with self._range("choose"):
+            started.choice = self._late.choose(started.flight, started.batch)
         return started.choice
 
     def _land(self, started: _Started) -> None:
         """Read the tokens of a step and deliver them."""
         choice = started.choice or self._choose(started)
         num_running = sum(sequence.state is SequenceStatus.RUNNING for sequence in started.batch)
-        plan, sampled = started.plan, self._late.accept(started.flight, started.batch, choice)
+        with self._range("land"):
+            plan, sampled = started.plan, self._late.accept(started.flight, started.batch, choice)
         plan.keep_running()
         self._advance(plan)
         for later in (self._started.plan if self._started is not None else None, self._planned):
