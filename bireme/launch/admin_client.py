@@ -32,6 +32,10 @@ class DoorClient:
         """Raises BiremeError."""
         return self._call("GET", "/status")
 
+    def pages(self) -> dict[str, Any]:
+        """Return the launch's metrics pages, and its host's clock. Raises BiremeError."""
+        return self._call("GET", "/pages")
+
     def post(self, path: str, **fields: Any) -> dict[str, Any]:
         """Raises BiremeError with the door's reason."""
         return self._call("POST", path, msgspec.json.encode(fields))

@@ -143,6 +143,10 @@ class AdminDoor:
         """Raises ConfigError; OSError where the port can't be had."""
         settings.check()
         self._settings, self._operations, self._console = settings, operations, console
+        self._looks: dict[str, Callable[[], dict[str, Any]]] = {
+            "/status": operations.status,
+            "/pages": operations.pages,
+        }
         self._actions: dict[str, tuple[type[_DoorBody], _Action]] = {
             "/drain": (_DrainBody, lambda body: operations.drain(body.worker, force=body.force)),
             "/undrain": (_UndrainBody, lambda body: operations.undrain(body.worker)),
@@ -180,11 +184,9 @@ class AdminDoor:
         if not self._is_allowed(key):
             return 401, {"error": "Authorization: send `Bearer` and the launch's admin key"}
         if method == "GET":
-            if path != "/status":
-                return 404, {"error": f"{path[:100]}: GET /status; POST {', '.join(self._actions)}"}
-            return 200, self._operations.status()
+            return self._tell(path)
         if path not in self._actions:
-            return 404, {"error": f"{path[:100]}: POST {', '.join(self._actions)}; GET /status"}
+            return 404, self._unknown(path)
         if kind.partition(";")[0].strip().lower() != "application/json":
             return 415, {"error": "content-type: send application/json"}
         form, act = self._actions[path]
@@ -195,6 +197,17 @@ class AdminDoor:
             return 400, {"error": f"body: {error}; send a JSON object with {fields}"}
         except BiremeError as error:
             return _status_of(error), {"error": str(error)}
+
+    def _tell(self, path: str) -> tuple[int, dict[str, Any]]:
+        if (look := self._looks.get(path)) is None:
+            return 404, self._unknown(path)
+        try:
+            return 200, look()
+        except BiremeError as error:
+            return _status_of(error), {"error": str(error)}
+
+    def _unknown(self, path: str) -> dict[str, Any]:
+        return {"error": f"{path[:100]}: GET {', '.join(self._looks)}; POST {', '.join(self._actions)}"}
 
     def _is_allowed(self, authorization: str) -> bool:
         """With client certificates alone, who has none did not get this far."""

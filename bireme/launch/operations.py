@@ -19,7 +19,7 @@ from bireme.config import BusyRule, Recipe, stage_of
 from bireme.discovery import live_settings, mirror_reports, run_folder
 from bireme.discovery.live_settings import LogLevel, MirrorSettings
 from bireme.discovery.records import LaunchFacts, WorkerRecord
-from bireme.errors import BiremeError, NotFoundError, RequestError
+from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError
 from bireme.launch.console import Console
 from bireme.launch.series import WorkerSeries, worker_series
 from bireme.specs import PIPELINES
@@ -198,6 +198,13 @@ class Operations:
             "live_settings": msgspec.to_builtins(live),
             "mirror": live.mirror and mirror_reports.summary(launch.folder, live.mirror),
         }
+
+    def pages(self) -> dict[str, Any]:
+        """Return Triton's and the frontend's metrics as they are, and this host's clock. Raises UnavailableError."""
+        try:
+            return {"at": time.time(), "pages": list(self._launch.metrics_pages())}
+        except (BiremeError, OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"metrics can't be read: {error}") from error
 
     def _worker(self, name: str, series: WorkerSeries, health: dict[str, Any]) -> dict[str, Any]:
         state = health.get("workers", {}).get(name, {}).get("reason", health["status"]) or "ready"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 _SAMPLE = re.compile(r"^(bireme_\w+)(?:\{([^}]*)\})? (\S+)")
@@ -50,12 +50,16 @@ class WorkerSeries:
 def worker_series(text: str) -> dict[str, WorkerSeries]:
     """Return worker -> figures out of Prometheus' text format."""
     workers: dict[str, WorkerSeries] = {}
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match:
-            labels = dict(_LABEL.findall(match.group(2) or ""))
-            _take(workers, match.group(1), labels, float(match.group(3)))
+    for name, labels, value in samples(text):
+        _take(workers, name, labels, value)
     return workers
+
+
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name, labels and value of our own series. Raises ValueError for a value that is no number."""
+    for line in text.splitlines():
+        if match := _SAMPLE.match(line):
+            yield match.group(1), dict(_LABEL.findall(match.group(2) or "")), float(match.group(3))
 
 
 def total(series: Mapping[str, WorkerSeries], names: Sequence[str]) -> WorkerSeries | None:
