@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_MOST_CLOCKS_APART_S = 5.0
+MOST_CLOCKS_APART_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,11 @@ class Observation:
     itl_ms: float | None
     prefill: StageObservation | None
     decode: StageObservation | None
+    doubt: str = ""  # why who observed does not believe it
 
     def problem(self, now: float, max_age_s: float) -> str:
         """Return why nothing can be decided by it; "": it can."""
-        return self._missing() or self._out_of_time(now, max_age_s) or self._absurd()
+        return self.doubt or self._missing() or self._out_of_time(now, max_age_s) or self._absurd()
 
     def _missing(self) -> str:
         told = {"num_requests": self.num_requests, "prefill": self.prefill, "decode": self.decode}
@@ -49,7 +50,7 @@ class Observation:
             return f"absurd: at_s {self.at_s}"
         if (age_s := now - self.at_s) > max_age_s:
             return f"stale: figures are {age_s:.0f} s old, {max_age_s:.0f} are allowed"
-        if age_s < -_MOST_CLOCKS_APART_S:
+        if age_s < -MOST_CLOCKS_APART_S:
             return f"clocks apart: figures are from {-age_s:.0f} s ahead"
         return ""
 
@@ -73,3 +74,8 @@ class ScalingDecision:
     prefill: int
     decode: int
     reason: str
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing was decided: what was observed can't be believed."""
+        return self.reason.startswith("hold: ")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from bireme.errors import ConfigError
 from bireme.planner import capacity
 from bireme.planner.capacity import Load, PlannedEngine
 from bireme.planner.direction import Direction
@@ -70,8 +71,14 @@ class WorkerPlanner:
 
     def set_budget(self, max_gpus: int) -> None:
         """From the next decision on. Raises ConfigError for less than the minimum needs."""
-        settings = msgspec.structs.replace(self._settings, max_gpus=max_gpus)
+        self.set_bounds(msgspec.structs.replace(self._settings, max_gpus=max_gpus))
+
+    def set_bounds(self, settings: PlannerSettings) -> None:
+        """Take all that may change while it runs, from the next decision on. Raises ConfigError."""
         settings.check()
+        for name in ("target", "interval_s", "reversal_s", "down_window_s"):
+            if getattr(settings, name) != (known := getattr(self._settings, name)):
+                raise ConfigError(f"planner.{name}: it can't change from {known} while the planner runs")
         self._settings = settings
 
     def decide(self, observation: Observation, now: float) -> ScalingDecision:

@@ -65,8 +65,8 @@ ROOMS = {
 }
 ENGINE_NAMES = {repr(name) for name in get_args(EngineName)}
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
-# Outside the rows: programs that start others, and the frontend, which can run on another machine.
-OUTSIDE = {"launch", "openai"}
+# Outside the rows: programs that start others or act on them, and the frontend, which can run on another machine.
+OUTSIDE = {"launch", "openai", "scaling"}
 # What the stubs load: must stay light.
 STUB_PARTS = ("stages", "pipelines", "text", "workers", "triton", "discovery")
 TORCH_HOMES = ("engines/torch", "engines/trtllm", "engines/video", "logits")

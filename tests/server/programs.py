@@ -81,6 +81,7 @@ ELSEWHERE = {  # program -> the test that runs it
     "tools/make_manifests.py": "tests/services/test_manifests.py",
     "tools/make_parser_table.py": "tests/text/parsers/test_published_templates.py",
     "tools/perf_analyzer.py": "tests/server/test_perf_analyzer.py",
+    "tools/plan.py": "tests/server/test_planner_at_work.py",
     "tools/real_model.py": "tests/real/test_smollm2.py",
     "tools/record_steps.py": "tests/tools/test_record_steps.py",
     "tools/screenshots.py": "tests/services/test_screenshots.py",

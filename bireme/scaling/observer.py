@@ -1,0 +1,213 @@
+"""Observations of a deployment that runs: differences of its metrics between two looks, and what to doubt in them.
+
+Requests are those that ended at entries, and what is under way beyond the last look's. Lengths are those of decode's
+prompts and answers; what prefill found in its cache does not count. TTFT and gaps are as entries measured them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from bireme.config import stage_of
+from bireme.errors import BiremeError
+from bireme.planner.observation import MOST_CLOCKS_APART_S, Observation, StageObservation
+from bireme.scaling.connector import STAGES, Connector, Sizes, SourcePage, StageSize
+from bireme.scaling.page_figures import TOTALS, PageFigures, WorkerLevels, page_figures
+
+_LATE = 2.0  # intervals between two looks that are too many for one
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    at_s: float  # Unix time
+    clock_s: float  # of a clock that nobody sets
+    sizes: Sizes
+    pages: Mapping[str, PageFigures]  # by source
+
+    def workers(self, stage: str) -> list[WorkerLevels]:
+        return [one for name, one in self.named_workers().items() if stage_of(name.partition(" ")[0]) == stage]
+
+    def named_workers(self) -> dict[str, WorkerLevels]:
+        """By worker and source: each launch has a worker called decode."""
+        return {f"{name} {source}": one for source, page in self.pages.items() for name, one in page.workers.items()}
+
+
+class LiveObserver:
+    """Of one thread. What can't be believed stands in the observation's `doubt`."""
+
+    def __init__(
+        self,
+        connector: Connector,
+        interval_s: float,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connector, self._interval_s, self._now, self._clock = connector, interval_s, now, clock
+        self._last: _Look | None = None
+        self.sizes: Sizes | None = None  # of the last look; None: they could not be told
+        self._num_unlike = 0  # looks in a row at which sizes and metrics contradicted each other
+
+    def observe(self) -> Observation:
+        now = self._now()
+        self.sizes = None
+        try:
+            sizes = self.sizes = self._connector.sizes()
+            pages = self._connector.pages()
+        except BiremeError as error:
+            return self._doubtful(now, f"missing: {error}")
+        if doubt := _clocks_apart(now, pages):
+            return self._doubtful(now, doubt)
+        try:
+            figures = {page.source: page_figures(page.text) for page in pages}
+        except ValueError as error:
+            return self._doubtful(now, f"absurd: a metrics page has {error}")
+        if doubt := _absurd(figures):
+            return self._doubtful(now, doubt)
+        look = _Look(now, self._clock(), sizes, figures)
+        last, self._last = self._last, look
+        if last is None:
+            return self._doubtful(now, "gap: the first look, so nothing is known of an interval")
+        found = _observation(last, look)
+        return replace(found, doubt=self._doubt(last, look))
+
+    def engines(self) -> dict[str, WorkerLevels]:
+        """Return what a worker of each stage told at the last look; without those that did not."""
+        last = self._last
+        found = {stage: last.workers(stage) for stage in STAGES} if last is not None else {}
+        return {stage: one for stage, workers in found.items() if (one := next(filter(_tells_all, workers), None))}
+
+    def _doubt(self, last: _Look, look: _Look) -> str:
+        """Return the first reason not to believe the difference of two looks; "": there is none."""
+        return (
+            _moved_clock(last, look)
+            or self._gap(last, look)
+            or _began_anew(last, look)
+            or _frozen(last, look)
+            or self._contradiction(look)
+        )
+
+    def _gap(self, last: _Look, look: _Look) -> str:
+        seconds = look.clock_s - last.clock_s
+        if seconds <= _LATE * self._interval_s:
+            return ""
+        return f"gap: {seconds:.0f} s since the look before, {self._interval_s:.0f} are usual"
+
+    def _contradiction(self, look: _Look) -> str:
+        """Sizes and metrics are read one after the other, so once they may differ."""
+        unlike = []
+        for stage in STAGES:
+            told, up = look.sizes[stage].num_ready, sum(one.is_up for one in look.workers(stage))
+            if told > up:
+                unlike.append(f"{told} {stage} workers are ready, by metrics {up} are up")
+        self._num_unlike = self._num_unlike + 1 if unlike else 0
+        return f"contradictory: {'; '.join(unlike)}" if self._num_unlike > 1 else ""
+
+    def _doubtful(self, now: float, doubt: str) -> Observation:
+        sizes = self.sizes
+        stages = {stage: _of_size(sizes[stage]) if sizes is not None else None for stage in STAGES}
+        return Observation(
+            at_s=now, interval_s=self._interval_s, num_requests=None, prompt_tokens=None, output_tokens=None,
+            ttft_ms=None, itl_ms=None, prefill=stages["prefill"], decode=stages["decode"], doubt=doubt,
+        )  # fmt: skip
+
+
+def _observation(last: _Look, look: _Look) -> Observation:
+    grown = _grown(last, look)
+    arrived = grown["ended"] + sum(page.active for page in look.pages.values())
+    arrived -= sum(page.active for page in last.pages.values())
+    num_requests = max(arrived, grown["num_prompts"], 0.0)  # clients may call decode itself, past all entries
+    computed = max(grown["prompt_tokens"] - grown["cached_tokens"], 0.0)
+    return Observation(
+        at_s=look.at_s,
+        interval_s=max(look.clock_s - last.clock_s, 1e-3),
+        num_requests=round(num_requests),
+        prompt_tokens=_mean(computed, grown["num_prompts"]),
+        output_tokens=_mean(grown["output_tokens"], grown["num_prompts"]),
+        ttft_ms=_mean(1e3 * grown["ttft_s"], grown["num_ttft"]),
+        itl_ms=_mean(1e3 * grown["gaps_s"], grown["num_gaps"]),
+        prefill=_stage(look, "prefill"),
+        decode=_stage(look, "decode"),
+    )
+
+
+def _grown(last: _Look, look: _Look) -> dict[str, float]:
+    """Return how much totals grew. A source that is new began in this interval, or was out of reach: it counts next."""
+    known = [(last.pages[source], page) for source, page in look.pages.items() if source in last.pages]
+    return {name: sum(page.totals[name] - before.totals[name] for before, page in known) for name in TOTALS}
+
+
+def _stage(look: _Look, stage: str) -> StageObservation:
+    size, workers = look.sizes[stage], look.workers(stage)
+    waiting = sum(one.waiting or 0.0 for one in workers)
+    if stage == "decode" and not size.num_ready:  # entries keep them
+        waiting += sum(page.active for page in look.pages.values())
+    usage = [one.kv_usage for one in workers if one.is_up and one.kv_usage is not None]
+    return replace(
+        _of_size(size),
+        num_waiting=round(waiting),
+        kv_usage=sum(usage) / len(usage) if usage else 0.0,
+    )
+
+
+def _of_size(size: StageSize) -> StageObservation:
+    return StageObservation(size.num_ready, size.num_starting)
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None
+
+
+def _tells_all(one: WorkerLevels) -> bool:
+    return None not in (one.max_num_tokens, one.max_batch_size, one.kv_blocks, one.block_tokens)
+
+
+def _clocks_apart(now: float, pages: Sequence[SourcePage]) -> str:
+    for page in pages:
+        ahead_s = page.at_s - now if page.at_s is not None else 0.0
+        if not abs(ahead_s) <= MOST_CLOCKS_APART_S:
+            way = "ahead of" if ahead_s > 0 else "behind"
+            return f"clocks apart: {page.source} is {abs(ahead_s):.0f} s {way} this host"
+    return ""
+
+
+def _absurd(pages: Mapping[str, PageFigures]) -> str:
+    for source, page in pages.items():
+        told = {**page.totals, "active": page.active}
+        for worker, one in page.workers.items():
+            told |= {f"{worker} {name}": value for name, value in asdict(one).items() if value is not None}
+        for name, value in told.items():
+            if not 0 <= value < math.inf:
+                return f"absurd: {source} tells {name} {value:g}"
+    return ""
+
+
+def _moved_clock(last: _Look, look: _Look) -> str:
+    moved_s = (look.at_s - last.at_s) - (look.clock_s - last.clock_s)
+    if abs(moved_s) <= MOST_CLOCKS_APART_S:
+        return ""
+    return f"clocks apart: this host's clock was set by {moved_s:+.0f} s"
+
+
+def _began_anew(last: _Look, look: _Look) -> str:
+    for source, page in look.pages.items():
+        before = last.pages.get(source)
+        fell = [name for name in TOTALS if before is not None and page.totals[name] < before.totals[name]]
+        if fell:
+            return f"gap: counters of {source} began anew ({fell[0]}), as after a restart"
+    return ""
+
+
+def _frozen(last: _Look, look: _Look) -> str:
+    """An engine that works has made steps."""
+    before = last.named_workers()
+    for name, one in look.named_workers().items():
+        then = before.get(name)
+        if then is None or not (one.is_up and then.is_up and one.running and then.running):
+            continue
+        if one.steps is not None and one.steps == then.steps:
+            seconds = look.clock_s - last.clock_s
+            return f"stale: {name} has {one.running:.0f} requests and told no step for {seconds:.0f} s"
+    return ""

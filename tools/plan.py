@@ -1,0 +1,190 @@
+"""Size a deployment that runs: once an interval, decide how many prefill and decode workers there should be, and act.
+
+    python tools/plan.py --advise --admin http://127.0.0.1:8004 --recipe recipes/mocker-disagg
+    python tools/plan.py --admin http://127.0.0.1:8004 --settings planner.yaml --times h100-8b-bf16
+    python tools/plan.py ... --log decisions.jsonl
+
+With --advise nothing is changed. Without it workers that are not needed sleep, and are waked when they are: serve the
+launch with as many replicas as there may ever be.
+
+--settings names a YAML file (docs/sizing.md): the target, bounds, the budget. It may change while the planner runs.
+What can't be believed changes nothing: the planner holds, and says why. Ctrl-C or SIGTERM ends it and leaves the
+deployment as it is.
+
+Exit codes: 0 ended as asked; 2 an option or setting is wrong, or the deployment can't be planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bireme.config import MockerConfig, Recipe
+from bireme.errors import BiremeError, ConfigError
+from bireme.launch.admin_client import add_door_options, door_of
+from bireme.launch.override import add_settings
+from bireme.planner.capacity import PlannedEngine
+from bireme.planner.planner import WorkerPlanner
+from bireme.planner.planner_settings import PlannerSettings
+from bireme.planner.predictors import PredictorName, make_predictor
+from bireme.recipe_files import load_recipe
+from bireme.scaling.connector import STAGES, Connector
+from bireme.scaling.observer import LiveObserver
+from bireme.scaling.page_figures import WorkerLevels
+from bireme.scaling.plan_record import DecisionLog, PlanRecord
+from bireme.scaling.planner_file import PlannerFile
+from bireme.scaling.planner_loop import PlannerLoop, Teller
+from bireme.scaling.sleeping_workers import SleepingWorkers
+from bireme.sizing.step_times import StepTimes, published
+from bireme.stop_signals import on_stop_signal
+
+ENDED, WRONG = 0, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    stopping = threading.Event()
+    with on_stop_signal(lambda number: stopping.set()):
+        return plan(options, stopping)
+
+
+def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
+    """Return the exit code."""
+    log = None
+    try:
+        settings_file = PlannerFile(Path(options.settings)) if options.settings else None
+        settings = (settings_file.changed() if settings_file else None) or PlannerSettings()
+        settings.check()
+        times = step_times(options, settings)
+        predictor = make_predictor(options.predictor)
+        log = DecisionLog(Path(options.log)) if options.log else None
+        connector = connector_of(options)
+        observer = LiveObserver(connector, settings.interval_s)
+        engines = wait_for_engines(observer, times, options.wait, stopping)
+        if engines is None:
+            return ENDED
+        tellers: list[Teller] = [tell, *([log.write] if log is not None else [])]
+        planner = WorkerPlanner(settings, *engines, predictor)
+        loop = PlannerLoop(
+            planner, observer, connector, tellers, acts=not options.advise, settings_file=settings_file,
+            complain=complain,
+        )  # fmt: skip
+        run(loop, settings.interval_s, options.intervals, stopping)
+    except (BiremeError, OSError) as error:
+        complain(str(error))
+        return WRONG
+    finally:
+        if log is not None:
+            log.close()
+    return ENDED
+
+
+def run(loop: PlannerLoop, interval_s: float, most: float, stopping: threading.Event) -> None:
+    """Take a turn an interval, the first after one, until `stopping` or as often as asked."""
+    num_turns, next_at = 0, time.monotonic() + interval_s
+    while num_turns < most and not stopping.wait(max(next_at - time.monotonic(), 0.0)):
+        next_at = max(next_at + interval_s, time.monotonic())  # one that came late is not made up for
+        loop.turn()
+        num_turns += 1
+
+
+def connector_of(options: argparse.Namespace) -> Connector:
+    """Raises ConfigError."""
+    if (door := door_of(options)) is None:
+        raise ConfigError("--admin: missing; name the launch's admin door (serve.py --admin-port)")
+    return SleepingWorkers(door)
+
+
+def step_times(options: argparse.Namespace, settings: PlannerSettings) -> dict[str, StepTimes]:
+    """Return those of each stage; {}: the target needs none. Raises ConfigError."""
+    recipe = load_recipe(options.recipe, add_settings("", options.set)) if options.recipe else None
+    found = {}
+    for stage, named in (("prefill", options.prefill_times or options.times), ("decode", options.times)):
+        if named:
+            found[stage] = StepTimes.read(named)
+        elif recipe is not None and (of_mocker := mocker_times(recipe, stage)) is not None:
+            found[stage] = of_mocker
+    if len(found) < len(STAGES) and settings.target != "load":
+        raise ConfigError(
+            f"--times: missing; the target {settings.target} sizes by step times: name a file or one of"
+            f" {', '.join(published())} (docs/sizing.md), or a --recipe of mockers; target: load needs none"
+        )
+    return found
+
+
+def mocker_times(recipe: Recipe, stage: str) -> StepTimes | None:
+    """None: the stage's engine computes a model, so its steps take what they take."""
+    entry = recipe.workers.get(stage)
+    if entry is None or entry.kind.needs_model:
+        return None
+    return StepTimes.of_mocker(entry.engine_config.mocker)
+
+
+def wait_for_engines(
+    observer: LiveObserver, times: dict[str, StepTimes], limit_s: float, stopping: threading.Event
+) -> tuple[PlannedEngine, PlannedEngine] | None:
+    """Return what each stage's workers are told to be able to; None: `stopping`. Raises ConfigError."""
+    deadline, told = time.monotonic() + limit_s, ""
+    while not stopping.is_set():
+        if (doubt := observer.observe().doubt) != told and doubt.startswith("missing"):
+            complain(f"waiting: {doubt}")
+            told = doubt
+        levels = observer.engines()
+        if levels.keys() >= set(STAGES):
+            return engine_of(levels["prefill"], times.get("prefill")), engine_of(levels["decode"], times.get("decode"))
+        if time.monotonic() >= deadline:
+            silent = ", ".join(stage for stage in STAGES if stage not in levels)
+            raise ConfigError(
+                f"no {silent} worker has told what it can do in {limit_s:g} s ({doubt}); prefill and decode are sized"
+                " apart, so a recipe with both is needed"
+            )
+        stopping.wait(1.0)
+    return None
+
+
+def engine_of(levels: WorkerLevels, times: StepTimes | None) -> PlannedEngine:
+    """`times`: None: the target asks for none."""
+    assert None not in (levels.max_num_tokens, levels.max_batch_size, levels.kv_blocks, levels.block_tokens)
+    kv_tokens = (levels.kv_blocks or 0) * (levels.block_tokens or 0)
+    return PlannedEngine(
+        times or StepTimes.of_mocker(MockerConfig()), int(levels.max_num_tokens or 0),
+        int(levels.max_batch_size or 0), int(kv_tokens),
+    )  # fmt: skip
+
+
+def tell(record: PlanRecord) -> None:
+    at = time.strftime("%H:%M:%S", time.localtime(record.at))
+    print(f"{at} {'plan' if record.acts else 'advice'} {record.line()}", flush=True)
+
+
+def complain(text: str) -> None:
+    print(f"plan: {text}", file=sys.stderr, flush=True)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--advise", action="store_true", help="say what should be done, and do nothing")
+    parser.add_argument("--settings", default="", metavar="FILE", help="YAML: target, bounds, budget")
+    parser.add_argument("--times", default="", metavar="NAME_OR_FILE", help="step times of the engines")
+    parser.add_argument("--prefill-times", default="", metavar="NAME_OR_FILE", help="of prefill's, where they differ")
+    parser.add_argument("--recipe", default="", metavar="FOLDER", help="whose mockers' step times are known")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over --recipe; may repeat")
+    parser.add_argument("--predictor", choices=get_args(PredictorName), default="constant", help="of requests/s")
+    parser.add_argument("--log", default="", metavar="FILE", help="to which each decision is appended, as JSON")
+    parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for the deployment to be there")
+    parser.add_argument("--intervals", type=float, default=math.inf, metavar="N", help="end after so many decisions")
+    add_door_options(parser)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
