@@ -57,7 +57,6 @@ def test_every_architecture_let_in_is_proved_above(tmp_path):
         ({"architectures": ["FalconForCausalLM"]}, "do not use the attention interface"),
         ({"architectures": ["LlamaForCausalML"]}, "did you mean LlamaForCausalLM"),
         ({"architectures": None}, "names no architecture"),
-        ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}}, "quantised .awq."),
     ],
 )
 def test_what_is_not_proved_is_refused_with_the_reason(config, text):

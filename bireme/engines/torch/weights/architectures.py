@@ -89,13 +89,6 @@ def is_picture_model(name: str) -> bool:
 def check_architecture(config: Any) -> str:
     """Return the class name of a transformers config. Raises ConfigError for what this engine can't run."""
     name = architecture_of(config)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise ConfigError(
-            f"{name}: the checkpoint is quantised ({method}), which the torch engine can't run;"
-            " use an unquantised checkpoint, or engine trtllm"
-        )
     if name in PROVED_WITH_PICTURES:
         _check_language_model(name, config)
     elif name not in PROVED:

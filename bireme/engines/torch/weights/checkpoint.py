@@ -1,6 +1,7 @@
 """A model folder, checked before transformers sees it, so that errors are named, then loaded.
 
-safetensors only. Messages name files by their name in the folder, never by path.
+safetensors only; what they store in few bits is dequantized on the way (`quantized/`). Messages name files by their
+name in the folder, never by path.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from bireme.engines.torch.weights import dtypes
 from bireme.engines.torch.weights.architectures import architecture_of, check_architecture, is_picture_model
 from bireme.engines.torch.weights.fp8 import keep_in_fp8
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
+from bireme.engines.torch.weights.quantized.methods import Quantization, read_quantization
 from bireme.errors import ConfigError, one_line
 
 logger = logging.getLogger("bireme.engines.torch")
 _SAMPLE_BYTES = 1 << 12
+_MODELOPT = "hf_quant_config.json"
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 
@@ -33,10 +36,11 @@ class Checkpoint:
     """A folder whose files can be read and whose architecture is supported."""
 
     folder: Path
-    config: Any  # transformers' PretrainedConfig
+    config: Any  # transformers' PretrainedConfig, of the plain model: without quantization_config
     shards: tuple[Path, ...]  # none: load_format dummy
     digest: str  # hex; different weights, form of them or configuration: different digest
     quant_algo: str = ""  # of TensorRT-LLM: how the weights are rounded when they are read; empty: they are not
+    quantization: Quantization | None = None  # None: the weights are plain
 
     @property
     def name(self) -> str:
@@ -65,10 +69,14 @@ def read_checkpoint(model: str, trust_remote_code: bool = False, load_format: st
         )
     folder = _resolve(model)
     config = _read_config(folder)
+    told = _take_quantization(folder, config)
     shards = () if load_format == "dummy" else _shards(folder)
     for shard in shards:
         _check_shard(shard)
-    return Checkpoint(folder, config, shards, _digest(folder, shards))
+    if told is not None and not shards:
+        logger.info("weights_are_plain quant_method=%s reason=load_format is dummy", told.get("quant_method"))
+    quantization = read_quantization(told, shards) if shards else None
+    return Checkpoint(folder, config, shards, _digest(folder, shards), quantization=quantization)
 
 
 def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
@@ -127,11 +135,17 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
 
     transformers_logging.disable_progress_bar()  # it would fill the log, as would its tables of what is wrong:
     transformers_logging.set_verbosity_error()  # the caller reports that, as an error
+    source: Path | None = checkpoint.folder
+    stored: dict[str, Any] | None = None  # what gives each tensor when transformers asks for it
+    if checkpoint.quantization is not None:
+        source, stored = None, checkpoint.quantization.open(dtype)
+        kind = kind._model_mapping[type(config)]  # an Auto class would look for the name of a model
     try:
         # torch's own functions for tensors without memory are marked for the compiler when they are called.
         with without_compiler(), without_symbols():
             model, report = kind.from_pretrained(
-                checkpoint.folder,
+                source,
+                state_dict=stored,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
@@ -192,6 +206,19 @@ def _read_config(folder: Path) -> Any:
         raise ConfigError(f"config.json ({name}): {one_line(error)}") from error
 
 
+def _take_quantization(folder: Path, config: Any) -> dict[str, Any] | None:
+    """Take quantization_config out of a model's configuration; ModelOpt's older exports have a file of their own."""
+    told = None
+    for part in (config.get_text_config(), config):
+        own = vars(part).pop("quantization_config", None)
+        told = own if own is not None else told
+    if told is None and (folder / _MODELOPT).exists():
+        told = {"quant_method": "modelopt"} | (_read_json(folder / _MODELOPT).get("quantization") or {})
+    if told is not None and not isinstance(told, dict):
+        raise ConfigError(f"config.json: quantization_config is {type(told).__name__}; a JSON object is expected")
+    return told
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
@@ -235,6 +262,8 @@ def _check_shard(shard: Path) -> None:
 def _digest(folder: Path, shards: tuple[Path, ...]) -> str:
     """Hash the configuration, and of each shard its head and samples of each tensor: whole files would take minutes."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
+    if (folder / _MODELOPT).exists():
+        digest.update((folder / _MODELOPT).read_bytes())
     for shard in shards:
         with shard.open("rb", buffering=0) as file:
             length = int.from_bytes(file.read(8), "little")

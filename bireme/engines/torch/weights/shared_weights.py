@@ -106,6 +106,7 @@ def weights_id(checkpoint: Checkpoint, dtype: str, device: torch.device) -> str:
     parts = (
         checkpoint.digest,
         len(checkpoint.shards),
+        checkpoint.quantization.method if checkpoint.quantization is not None else "plain",
         own,
         place,
         torch.__version__,

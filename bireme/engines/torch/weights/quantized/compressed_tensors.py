@@ -1,0 +1,78 @@
+"""Checkpoints of compressed-tensors, the library of llm-compressor: one scheme for all weights, by its format.
+
+Source: compressed-tensors' QuantizationArgs and compressors. Its names are `weight_scale` and, packed, `weight_packed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from bireme.conversion import convert
+from bireme.engines.torch.weights.quantized.fp8 import read_fp8
+from bireme.engines.torch.weights.quantized.heads import Head
+from bireme.engines.torch.weights.quantized.stored import TOLD, StoredTensor
+from bireme.errors import ConfigError
+
+_FORMATS = {"float": ("float-quantized", "naive-quantized")}
+
+
+class _WeightArgs(msgspec.Struct, frozen=True):
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    block_structure: tuple[int, int] | None = None
+
+
+class _ConfigGroup(msgspec.Struct, frozen=True):
+    weights: _WeightArgs | None = None
+    format: str | None = None
+
+
+class _CompressedConfig(msgspec.Struct):
+    config_groups: dict[str, _ConfigGroup]
+    format: str
+    quantization_status: str = "compressed"
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+
+
+def read_compressed_tensors(told: dict[str, Any], heads: Mapping[str, Head]) -> list[StoredTensor]:
+    """Raises ConfigError for schemes that are not read, and for files that are not what the scheme says."""
+    scheme = convert(told, _CompressedConfig, TOLD)
+    if scheme.quantization_status != "compressed":
+        raise ConfigError(
+            f"{TOLD}.quantization_status: {scheme.quantization_status!r}; compressed weights are read: save the model"
+            " with save_compressed=True"
+        )
+    if scheme.transform_config or (scheme.sparsity_config or {}).get("format", "dense") != "dense":
+        raise ConfigError(f"{TOLD}: sparse and rotated weights (sparsity_config, transform_config) are not read")
+    kinds = {(group.weights, group.format or scheme.format) for group in scheme.config_groups.values()}
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"{TOLD}.config_groups: {', '.join(scheme.config_groups)} store weights in {len(kinds)} ways; checkpoints"
+            " that mix methods are not read: use one of a single method"
+        )
+    weights, form = kinds.pop()
+    if weights is None or form not in _FORMATS.get(weights.type, ()):
+        raise ConfigError(f"{TOLD}.format: {form!r} is not read; the torch engine reads {_known()}")
+    return _read_floats(weights, heads)
+
+
+def _known() -> str:
+    return ", ".join(form for forms in _FORMATS.values() for form in forms)
+
+
+def _read_floats(weights: _WeightArgs, heads: Mapping[str, Head]) -> list[StoredTensor]:
+    blocks = {"tensor": "tensor", "channel": "channel", "block": weights.block_structure}
+    block = blocks.get(str(weights.strategy))
+    if weights.num_bits != 8 or block is None or min(weights.block_structure or (1,)) < 1:
+        raise ConfigError(
+            f"{TOLD}: float weights of {weights.num_bits} bits, strategy {weights.strategy}, block_structure"
+            f" {weights.block_structure}; FP8 by tensor, channel, or block with its two sizes is read"
+        )
+    return read_fp8(heads, block, "weight_scale")

@@ -1,0 +1,175 @@
+"""The methods of quantization that are read: one row each, from config.json's `quantization_config` to its reader."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from bireme.conversion import convert
+from bireme.engines.torch.weights.quantized.compressed_tensors import read_compressed_tensors
+from bireme.engines.torch.weights.quantized.fp8 import read_fp8
+from bireme.engines.torch.weights.quantized.heads import Head, Shards, read_heads, torch_dtype
+from bireme.engines.torch.weights.quantized.mxfp4 import read_mxfp4
+from bireme.engines.torch.weights.quantized.stored import TOLD, StoredTensor
+from bireme.errors import ConfigError
+
+logger = logging.getLogger("bireme.engines.torch")
+_Told = dict[str, Any]  # a quantization_config
+_Heads = Mapping[str, Head]
+# Scales of activations and of KV: this engine computes with neither, so that they are left where they are.
+_IGNORED = (
+    *(".input_scale", ".input_scale_ub", ".activation_scale", ".activation_scale_ub", ".output_scale"),
+    *(".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".input_zero_point"),
+)
+_REMEDY = "use a checkpoint in one of these forms or an unquantized one, or engine trtllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row of the table."""
+
+    forms: str  # what it stores, for operators
+    written_by: str
+    read: Callable[[_Told, _Heads], list[StoredTensor]]
+
+
+class _Fp8Config(msgspec.Struct):
+    weight_block_size: tuple[int, int] | None = None
+    fmt: str = "e4m3"
+
+
+def _read_fp8(told: _Told, heads: _Heads) -> list[StoredTensor]:
+    own = convert(told, _Fp8Config, TOLD)
+    if own.fmt not in ("e4m3", "float8_e4m3fn"):
+        raise ConfigError(f"{TOLD}.fmt: {own.fmt!r}; e4m3 is read")
+    block = own.weight_block_size
+    if block is not None and min(block) < 1:
+        raise ConfigError(f"{TOLD}.weight_block_size: {list(block)}; two positive numbers, e.g. [128, 128]")
+    return read_fp8(heads, block or "tensor", "weight_scale_inv")
+
+
+def _read_fbgemm(told: _Told, heads: _Heads) -> list[StoredTensor]:
+    return read_fp8(heads, "channel", "weight_scale")
+
+
+def _read_modelopt(told: _Told, heads: _Heads) -> list[StoredTensor]:
+    algorithm = str(told.get("quant_algo"))
+    if algorithm != "FP8":
+        raise ConfigError(f"quantization modelopt {algorithm}: the torch engine reads modelopt's FP8; {_REMEDY}")
+    return read_fp8(heads, "tensor", "weight_scale")
+
+
+def _read_mxfp4(told: _Told, heads: _Heads) -> list[StoredTensor]:
+    return read_mxfp4(heads)
+
+
+METHODS: dict[str, Method] = {  # by quantization_config.quant_method
+    "fp8": Method("FP8, a scale a tensor or a block (128 x 128)", "DeepSeek, transformers", _read_fp8),
+    "fbgemm_fp8": Method("FP8, a scale a row", "FBGEMM, transformers", _read_fbgemm),
+    "compressed-tensors": Method("FP8, a scale a tensor, a row or a block", "llm-compressor", read_compressed_tensors),
+    "modelopt": Method("FP8, a scale a tensor", "NVIDIA ModelOpt", _read_modelopt),
+    "mxfp4": Method("MXFP4 experts", "gpt-oss", _read_mxfp4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What the weights of a checkpoint are stored as, checked against the heads of its files."""
+
+    method: str
+    heads: _Heads
+    tensors: Mapping[str, StoredTensor]  # by the plain tensor's name
+    plain: tuple[str, ...]  # stored as the model has them
+    num_ignored: int  # scales of activations and of KV
+
+    def plain_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that the tensors of the files take when they are plain."""
+        own = sum(torch.Size(tensor.shape).numel() for tensor in self.tensors.values())
+        floats = [head for name in self.plain if torch_dtype((head := self.heads[name]).dtype)]
+        return int((own + sum(torch.Size(head.shape).numel() for head in floats)) * dtype.itemsize)
+
+    def open(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return what reads each plain tensor when it is indexed with `...`, by name; nothing is read yet.
+
+        The small parts have been read: raises ConfigError for scales that are no numbers.
+        """
+        shards = Shards(dict(self.heads))
+        for tensor in self.tensors.values():
+            tensor.check_values(shards)
+        stored = [name for tensor in self.tensors.values() for name in tensor.parts.values()]
+        read = sum(self.heads[name].num_bytes for name in (*stored, *self.plain))
+        logger.info(
+            "weights_dequantized method=%s tensors=%d plain=%d read_mib=%d model_mib=%d dtype=%s ignored_scales=%d",
+            self.method,
+            len(self.tensors),
+            len(self.plain),
+            read >> 20,
+            self.plain_bytes(dtype) >> 20,
+            str(dtype).removeprefix("torch."),
+            self.num_ignored,
+        )
+        turn = threading.Lock()
+        found: dict[str, Any] = {name: shards.slice(name) for name in self.plain}
+        return found | {name: _Dequantized(tensor, shards, dtype, turn) for name, tensor in self.tensors.items()}
+
+
+class _Dequantized:
+    """Stands for a plain tensor as safetensors' slices do: `[...]` reads it. One at a time, for the memory."""
+
+    def __init__(self, tensor: StoredTensor, shards: Shards, dtype: torch.dtype, turn: threading.Lock) -> None:
+        self._tensor, self._shards, self._dtype, self._turn = tensor, shards, dtype, turn
+
+    def __getitem__(self, _: Any) -> Tensor:
+        with self._turn:
+            return self._tensor.form.dequantize(self._tensor.read(self._shards), self._dtype)
+
+
+def read_quantization(told: _Told | None, shards: tuple[Path, ...]) -> Quantization | None:
+    """Return how the weights are stored; None: plain. `told`: the quantization_config. No data is read.
+
+    Raises ConfigError for methods that are not read, and for files that are not what the configuration says.
+    """
+    heads = read_heads(shards)
+    if told is None:
+        if eights := [name for name, head in heads.items() if head.dtype.startswith("F8_")]:
+            raise ConfigError(
+                f"{eights[0]} is stored as {heads[eights[0]].dtype}, and config.json has no quantization_config that"
+                " says what its scales are; add it, or use an unquantized checkpoint"
+            )
+        return None
+    method = str(told.get("quant_method"))
+    row = METHODS.get(method)
+    if row is None:
+        raise ConfigError(
+            f"the checkpoint is quantized ({method}); the torch engine reads {', '.join(METHODS)}: {_REMEDY}"
+        )
+    used = {name: head for name, head in heads.items() if not name.endswith(_IGNORED)}
+    tensors = {tensor.name: tensor for tensor in row.read(told, used)}
+    if not tensors:
+        raise ConfigError(
+            f"quantization_config says {method}, and no weight of the files is stored so; remove it from config.json"
+            " if the weights are plain"
+        )
+    stored = {name for tensor in tensors.values() for name in tensor.parts.values()}
+    plain = tuple(name for name in used if name not in stored)
+    _check_plain(used, plain, method)
+    if twice := sorted(tensors.keys() & set(plain)):
+        raise ConfigError(f"{twice[0]} is stored both plain and quantized; fetch the checkpoint again")
+    return Quantization(method, heads, tensors, plain, len(heads) - len(used))
+
+
+def _check_plain(heads: _Heads, names: Any, method: str) -> None:
+    for name in names:
+        if torch_dtype(heads[name].dtype) is None and heads[name].dtype not in ("I64", "BOOL"):
+            raise ConfigError(
+                f"{name} is stored as {heads[name].dtype}, which is no part of what {method} says; checkpoints that mix"
+                " methods are not read: use one of a single method, or an unquantized one"
+            )
