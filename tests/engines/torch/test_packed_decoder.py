@@ -212,10 +212,9 @@ def test_without_a_compiler_it_answers_the_same(answer, by_modules, monkeypatch,
 def test_a_compiler_s_error_is_told(monkeypatch, tmp_path):
     library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "wrong.cpp")
-    native.SOURCE.write_text("int x = y;")
+    (wrong := tmp_path / "wrong.cpp").write_text("int x = y;")
     with pytest.raises(native.NativeUnavailableError, match="error"):
-        native.load()
+        native.load((wrong,))
 
 
 def test_a_compiler_may_be_several_words(monkeypatch, tmp_path):
@@ -232,7 +231,7 @@ def test_a_cpu_with_other_instructions_gets_a_library_of_its_own(monkeypatch, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = []
 
-    def note(compiler, flags, path):
+    def note(compiler, flags, sources, path):
         made.append(path)
         raise native.NativeUnavailableError("not made")
 

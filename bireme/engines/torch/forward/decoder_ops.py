@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bireme.engines.torch import native
 from bireme.engines.torch.forward.attention import Extras, PagedStep, attend_chunk
+from bireme.engines.torch.forward.quantized_linear import QuantizedLinear, StoredRows
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.step import GroupStep, TableStep
 
@@ -70,6 +71,9 @@ class DecoderOps(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None) -> DecoderLinear | None:
         """Return products of the model's dtype with a copy of `weight` (out, in), of bfloat16; None: there are none."""
 
+    def quantized(self, parts: Sequence[StoredRows], bias: Tensor | None) -> QuantizedLinear | None:
+        """Return the same of weights that stay as their file has them. Raises ValueError for odd shapes."""
+
 
 def choose_ops() -> Callable[[list[AttentionLayer]], DecoderOps]:
     """Return what makes a model's operations: those in C++ where they can be compiled."""
@@ -116,6 +120,9 @@ class PlainOps:
     def linear(self, weight: Tensor, bias: Tensor | None) -> DecoderLinear | None:
         return None
 
+    def quantized(self, parts: Sequence[StoredRows], bias: Tensor | None) -> QuantizedLinear | None:
+        return None
+
 
 class _Layer(ctypes.Structure):
     _fields_ = [
@@ -131,7 +138,7 @@ class NativeOps:
     uses_tables = True
 
     def __init__(self, layers: list[AttentionLayer], library: ctypes.CDLL) -> None:
-        self._layers, self._threads = layers, torch.get_num_threads()
+        self._layers, self._library, self._threads = layers, library, torch.get_num_threads()
         self._structures = [_structure(layer) for layer in layers]
         name = str(layers[0].keys.dtype).removeprefix("torch.")
         pointer, integer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -197,6 +204,9 @@ class NativeOps:
             return out
 
         return multiply
+
+    def quantized(self, parts: Sequence[StoredRows], bias: Tensor | None) -> QuantizedLinear | None:
+        return QuantizedLinear(parts, bias, self._library, self._layers[0].keys.dtype, self._threads)
 
     def _panels(self, weight: Tensor) -> Tensor:
         padded = F.pad(weight, (0, 0, 0, -len(weight) % (2 * self._num_lanes)))

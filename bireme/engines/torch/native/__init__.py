@@ -19,30 +19,33 @@ from pathlib import Path
 
 from bireme.engines.torch.native import cpu
 
-SOURCE = Path(__file__).with_name("decoder.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("decoder.cpp", "quantized.cpp"))
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-_COMPILE_S = 300.0  # it takes 3 s of an idle core
+_COMPILE_S = 300.0  # it takes 7 s of an idle core
 
 
 class NativeUnavailableError(Exception):
     """There is no library on this machine; says why."""
 
 
-def load() -> tuple[ctypes.CDLL, float]:
-    """Return the library, and the seconds that compiling it took; 0: it was there. Raises NativeUnavailableError."""
+def load(sources: tuple[Path, ...] = SOURCES, more_flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:
+    """Return the library, and the seconds that compiling it took; 0: it was there. Raises NativeUnavailableError.
+
+    `more_flags`: of the compiler; those that take instructions away have what other CPUs run compiled here.
+    """
     import torch  # here: programs without it ask for the compiler
 
-    flags = list(_FLAGS)
+    flags = [*_FLAGS, *more_flags]
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         flags.append("-mno-avx512f")  # of a CPU without it nothing changes; ATEN_CPU_CAPABILITY takes it away
     try:
         compiler, folder = find_compiler(), _folder()
         # With the CPU's flags: several hosts may share a home.
-        made_for = f"{compiler} {flags} {sorted(cpu.flags())}".encode() + SOURCE.read_bytes()
+        made_for = f"{compiler} {flags} {sorted(cpu.flags())}".encode() + b"".join(map(Path.read_bytes, sources))
         path = folder / f"decoder-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
         began, is_new = time.monotonic(), not path.exists()
         if is_new:
-            _compile(compiler, flags, path)
+            _compile(compiler, flags, sources, path)
         return ctypes.CDLL(str(path)), time.monotonic() - began if is_new else 0.0
     # RuntimeError: there is no home; ValueError: CXX can't be parsed
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
@@ -69,11 +72,11 @@ def _folder() -> Path:
     return folder
 
 
-def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
+def _compile(compiler: list[str], flags: list[str], sources: tuple[Path, ...], path: Path) -> None:
     """Processes that start at once each make their own; the last one's stays."""
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         made = Path(work) / path.name
-        command = [*compiler, *flags, "-o", str(made), str(SOURCE)]
+        command = [*compiler, *flags, "-o", str(made), *map(str, sources)]
         found = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
         if found.returncode != 0:
             raise NativeUnavailableError(f"{compiler[0]}: {found.stderr.strip().partition(chr(10))[0]}")
