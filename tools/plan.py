@@ -2,10 +2,11 @@
 
     python tools/plan.py --advise --admin http://127.0.0.1:8004 --recipe recipes/mocker-disagg
     python tools/plan.py --admin http://127.0.0.1:8004 --settings planner.yaml --times h100-8b-bf16
-    python tools/plan.py ... --log decisions.jsonl
+    python tools/plan.py --kubernetes qwen3.llm --settings planner.yaml --times h100-8b-bf16 --log decisions.jsonl
 
-With --advise nothing is changed. Without it workers that are not needed sleep, and are waked when they are: serve the
-launch with as many replicas as there may ever be.
+With --advise nothing is changed. Without it workers of the launch that are not needed sleep, and are waked when they
+are: serve it with as many replicas as there may ever be. In Kubernetes replicas of Deployments or LeaderWorkerSets
+follow (docs/kubernetes.md).
 
 --settings names a YAML file (docs/sizing.md): the target, bounds, the budget. It may change while the planner runs.
 What can't be believed changes nothing: the planner holds, and says why. Ctrl-C or SIGTERM ends it and leaves the
@@ -37,6 +38,7 @@ from bireme.planner.planner_settings import PlannerSettings
 from bireme.planner.predictors import PredictorName, make_predictor
 from bireme.recipe_files import load_recipe
 from bireme.scaling.connector import STAGES, Connector
+from bireme.scaling.kubernetes_workloads import KubernetesTarget, KubernetesWorkloads
 from bireme.scaling.observer import LiveObserver
 from bireme.scaling.page_figures import WorkerLevels
 from bireme.scaling.plan_record import DecisionLog, PlanRecord
@@ -98,9 +100,21 @@ def run(loop: PlannerLoop, interval_s: float, most: float, stopping: threading.E
 
 def connector_of(options: argparse.Namespace) -> Connector:
     """Raises ConfigError."""
+    if options.kubernetes:
+        name, _, namespace = options.kubernetes.partition(".")
+        return KubernetesWorkloads(
+            KubernetesTarget(name=name, namespace=namespace, openai_key=_key(options.openai_key_file))
+        )
     if (door := door_of(options)) is None:
-        raise ConfigError("--admin: missing; name the launch's admin door (serve.py --admin-port)")
+        raise ConfigError("--admin: missing; name the launch's admin door (serve.py --admin-port), or --kubernetes")
     return SleepingWorkers(door)
+
+
+def _key(path: str) -> str:
+    try:
+        return Path(path).read_text().strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--openai-key-file {path}: it can't be read ({error})") from error
 
 
 def step_times(options: argparse.Namespace, settings: PlannerSettings) -> dict[str, StepTimes]:
@@ -182,6 +196,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log", default="", metavar="FILE", help="to which each decision is appended, as JSON")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for the deployment to be there")
     parser.add_argument("--intervals", type=float, default=math.inf, metavar="N", help="end after so many decisions")
+    parser.add_argument(
+        "--kubernetes", default="", metavar="NAME[.NAMESPACE]",
+        help="what make_manifests.py --apart has written: replicas of its workloads in place of workers that sleep",
+    )  # fmt: skip
+    parser.add_argument("--openai-key-file", default="", metavar="FILE", help="by which frontends there show metrics")
     add_door_options(parser)
     return parser.parse_args(arguments)
 

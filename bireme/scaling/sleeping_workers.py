@@ -40,10 +40,7 @@ class SleepingWorkers:
                 f"{stage}: {count} are wanted and the launch has {len(own)}; serve it with more replicas, or lower"
                 f" {stage}.maximum"
             )
-        awake = [name for name in own if states[name]["state"] not in (_ASLEEP, *_ENDING)]
-        sleeping = [name for name in own if states[name]["state"] in (_ASLEEP, "going to sleep")]
-        to_sleep = _idlest(awake, states)[: max(len(awake) - count, 0)]
-        to_wake = sleeping[: max(count - len(awake), 0)]
+        to_sleep, to_wake = _chosen(own, states, count)
         for name in to_sleep:
             self._door.post("/sleep", worker=name, force=count == 0)
         for name in to_wake:
@@ -83,6 +80,15 @@ def door_pages(door: DoorClient) -> list[SourcePage]:
     if not told["pages"]:
         raise UnavailableError(f"{door.address}: its tritonserver is not there")
     return [SourcePage(door.address, "\n".join(told["pages"]), told["at"])]
+
+
+def _chosen(
+    names: Sequence[str], states: Mapping[str, Mapping[str, Any]], count: int
+) -> tuple[list[str], list[str]]:
+    """Return which of a stage's workers are to sleep, and which to wake, so that so many are awake."""
+    awake = [name for name in names if states[name]["state"] not in (_ASLEEP, *_ENDING)]
+    sleeping = [name for name in names if states[name]["state"] in (_ASLEEP, "going to sleep")]
+    return _idlest(awake, states)[: max(len(awake) - count, 0)], sleeping[: max(count - len(awake), 0)]
 
 
 def _idlest(names: Sequence[str], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
