@@ -264,6 +264,26 @@ TABLE: dict[str, MetricSpec] = {
             _SECONDS,
             "side",
         ),
+        _counter(
+            "bireme_planner_decisions_total",
+            "Decisions: hold (what was seen can't be believed), same, up, down, both (one stage up, the other down).",
+            "result",
+        ),
+        _counter(
+            "bireme_planner_holds_total", "Decisions that were held, by the word that begins the reason.", "cause"
+        ),
+        _counter("bireme_planner_failures_total", "Decisions that could not be carried out."),
+        _gauge("bireme_planner_acts", "1 while it carries out what it decides, 0 while it advises."),
+        _gauge("bireme_planner_decided_at_seconds", "When the last decision was made, in Unix time."),
+        _gauge("bireme_planner_budget_gpus", "GPUs that all workers together may have."),
+        _gauge("bireme_planner_requests_per_second", "Requests that came in the last interval that was believed."),
+        _gauge(
+            "bireme_planner_workers",
+            "Workers at the last decision, by state: ready, starting, ending.",
+            "stage",
+            "state",
+        ),
+        _gauge("bireme_planner_workers_wanted", "Workers that there should be, by the last decision.", "stage"),
         _counter("bireme_http_requests_total", "HTTP requests answered by the frontend.", "path", "status"),
         _gauge("bireme_frontend_ready", "1 while the frontend can answer for every model, as /health/ready says."),
         _gauge("bireme_http_requests_active", "HTTP requests that the frontend is working on."),

@@ -28,9 +28,9 @@ engines publish on Triton's `/metrics` (port 8002), the frontend on its own port
 and alerts over them: [observability.md](observability.md#alerts-and-dashboards). What to watch while \
 tuning: [tuning.md](tuning.md).
 
-The label `worker` is the Triton model's name (`decode`, `decode_1`, `generate`), of the frontend `frontend`. A \
-histogram is published as the series `_bucket`, `_sum` and `_count`; `histogram_quantile` works on them, though \
-Triton's page calls their type counter.
+The label `worker` is the Triton model's name (`decode`, `decode_1`, `generate`), of the frontend `frontend`, of the \
+planner `planner`. A histogram is published as the series `_bucket`, `_sum` and `_count`; `histogram_quantile` works \
+on them, though Triton's page calls their type counter.
 """
 PARTS: dict[str, tuple[str, ...]] = {
     "Routing, [routing.md](routing.md)": ("bireme_rout", "bireme_prompts_placed_"),
@@ -44,6 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("bireme_frontend_", "bireme_http_", "bireme_rate_limited_", "bireme_batch_"),
         *("bireme_key_", "bireme_model_", "bireme_answered_"),
     ),
+    "Planner, [sizing.md](sizing.md#the-planner-at-work)": ("bireme_planner_",),
     "Requests and tokens": ("bireme_",),
     "TensorRT-LLM's own, [trtllm.md](trtllm.md)": ("trtllm_",),
 }

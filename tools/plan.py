@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import MockerConfig, Recipe
 from bireme.errors import BiremeError, ConfigError
-from bireme.launch.admin_client import add_door_options, door_of
+from bireme.launch.admin_client import DoorClient, add_door_options, door_of
 from bireme.launch.override import add_settings
+from bireme.launch.ports import LOOPBACK, host_in
 from bireme.planner.capacity import PlannedEngine
 from bireme.planner.planner import WorkerPlanner
 from bireme.planner.planner_settings import PlannerSettings
@@ -44,6 +45,7 @@ from bireme.scaling.page_figures import WorkerLevels
 from bireme.scaling.plan_record import DecisionLog, PlanRecord
 from bireme.scaling.planner_file import PlannerFile
 from bireme.scaling.planner_loop import PlannerLoop, Teller
+from bireme.scaling.planner_metrics import PlannerMetrics
 from bireme.scaling.sleeping_workers import SleepingWorkers
 from bireme.sizing.step_times import StepTimes, published
 from bireme.stop_signals import on_stop_signal
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
     """Return the exit code."""
-    log = None
+    log, metrics = None, None
     try:
         settings_file = PlannerFile(Path(options.settings)) if options.settings else None
         settings = (settings_file.changed() if settings_file else None) or PlannerSettings()
@@ -68,12 +70,19 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
         times = step_times(options, settings)
         predictor = make_predictor(options.predictor)
         log = DecisionLog(Path(options.log)) if options.log else None
+        if options.metrics_port is not None:
+            metrics = PlannerMetrics(host_in(options.metrics_host), options.metrics_port)
+            metrics.start()
         connector = connector_of(options)
         observer = LiveObserver(connector, settings.interval_s)
         engines = wait_for_engines(observer, times, options.wait, stopping)
         if engines is None:
             return ENDED
         tellers: list[Teller] = [tell, *([log.write] if log is not None else [])]
+        if metrics is not None:
+            tellers.append(metrics.count)
+        if (door := door_of(options)) is not None:
+            tellers.append(lambda record: note_at(door, record))
         planner = WorkerPlanner(settings, *engines, predictor)
         loop = PlannerLoop(
             planner, observer, connector, tellers, acts=not options.advise, settings_file=settings_file,
@@ -86,6 +95,8 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
     finally:
         if log is not None:
             log.close()
+        if metrics is not None:
+            metrics.stop()
     return ENDED
 
 
@@ -179,6 +190,11 @@ def tell(record: PlanRecord) -> None:
     print(f"{at} {'plan' if record.acts else 'advice'} {record.line()}", flush=True)
 
 
+def note_at(door: DoorClient, record: PlanRecord) -> None:
+    """Have the launch's live view show it. Raises BiremeError."""
+    door.post("/plan", at=record.at, result=record.result, acts=record.acts, text=record.line()[:2000])
+
+
 def complain(text: str) -> None:
     print(f"plan: {text}", file=sys.stderr, flush=True)
 
@@ -194,6 +210,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over --recipe; may repeat")
     parser.add_argument("--predictor", choices=get_args(PredictorName), default="constant", help="of requests/s")
     parser.add_argument("--log", default="", metavar="FILE", help="to which each decision is appended, as JSON")
+    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="GET /metrics for Prometheus; default: no")
+    parser.add_argument("--metrics-host", default=LOOPBACK, metavar="ADDRESS", help="where that listens")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for the deployment to be there")
     parser.add_argument("--intervals", type=float, default=math.inf, metavar="N", help="end after so many decisions")
     parser.add_argument(

@@ -33,7 +33,7 @@ class DoorClient:
         return self._call("GET", "/status")
 
     def pages(self) -> dict[str, Any]:
-        """Return the launch's metrics pages, and its host's clock. Raises BiremeError."""
+        """Return metrics, and its host's clock. Raises BiremeError."""
         return self._call("GET", "/pages")
 
     def post(self, path: str, **fields: Any) -> dict[str, Any]:

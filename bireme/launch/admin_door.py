@@ -20,6 +20,7 @@ import msgspec
 
 from bireme.config import BusyRule
 from bireme.discovery.live_settings import LogLevel
+from bireme.discovery.plan_notes import PlanNote
 from bireme.errors import BiremeError, ConfigError, NotFoundError, RequestError
 from bireme.launch.console import Console
 from bireme.launch.health_server import SmallHttpServer
@@ -147,7 +148,7 @@ class AdminDoor:
             "/status": operations.status,
             "/pages": operations.pages,
         }
-        self._actions: dict[str, tuple[type[_DoorBody], _Action]] = {
+        self._actions: dict[str, tuple[type[msgspec.Struct], _Action]] = {
             "/drain": (_DrainBody, lambda body: operations.drain(body.worker, force=body.force)),
             "/undrain": (_UndrainBody, lambda body: operations.undrain(body.worker)),
             "/sleep": (
@@ -161,6 +162,7 @@ class AdminDoor:
                 _MirrorBody,
                 lambda body: operations.set_mirror(body.url, body.share, body.key_file, body.generation, body.ca_file),
             ),
+            "/plan": (PlanNote, operations.note_plan),
             "/weight": (_WeightBody, lambda body: operations.set_weight(body.weight)),
         }
         self._calls = threading.BoundedSemaphore(_MAX_CALLS)

@@ -16,8 +16,9 @@ import msgspec
 
 from bireme import __version__
 from bireme.config import BusyRule, Recipe, stage_of
-from bireme.discovery import live_settings, mirror_reports, run_folder
+from bireme.discovery import live_settings, mirror_reports, plan_notes, run_folder
 from bireme.discovery.live_settings import LogLevel, MirrorSettings
+from bireme.discovery.plan_notes import PlanNote
 from bireme.discovery.records import LaunchFacts, WorkerRecord
 from bireme.errors import BiremeError, NotFoundError, RequestError, UnavailableError
 from bireme.launch.console import Console
@@ -158,6 +159,14 @@ class Operations:
         self._tell("mirror", f"{url} share={share:g}" if url else None)
         return {"mirror": url, "share": share if url else 0}
 
+    def note_plan(self, note: PlanNote) -> dict[str, Any]:
+        """For the live view. Raises UnavailableError."""
+        try:
+            plan_notes.add(self._launch.folder, note)
+        except OSError as error:
+            raise UnavailableError(f"the run folder can't be written: {error}") from error
+        return {"noted": note.result}
+
     @property
     def _weight(self) -> float:
         return live_settings.weight(self._launch.facts.weight)
@@ -200,7 +209,7 @@ class Operations:
         }
 
     def pages(self) -> dict[str, Any]:
-        """Return Triton's and the frontend's metrics as they are, and this host's clock. Raises UnavailableError."""
+        """Raises UnavailableError."""
         try:
             return {"at": time.time(), "pages": list(self._launch.metrics_pages())}
         except (BiremeError, OSError, http.client.HTTPException) as error:

@@ -82,9 +82,7 @@ def door_pages(door: DoorClient) -> list[SourcePage]:
     return [SourcePage(door.address, "\n".join(told["pages"]), told["at"])]
 
 
-def _chosen(
-    names: Sequence[str], states: Mapping[str, Mapping[str, Any]], count: int
-) -> tuple[list[str], list[str]]:
+def _chosen(names: Sequence[str], states: Mapping[str, Mapping[str, Any]], count: int) -> tuple[list[str], list[str]]:
     """Return which of a stage's workers are to sleep, and which to wake, so that so many are awake."""
     awake = [name for name in names if states[name]["state"] not in (_ASLEEP, *_ENDING)]
     sleeping = [name for name in names if states[name]["state"] in (_ASLEEP, "going to sleep")]

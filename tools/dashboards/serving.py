@@ -398,9 +398,54 @@ TRTLLM = Row(
     is_rare=True,
 )
 
+PLANNER = Row(
+    "Planner",
+    [
+        [
+            lines(
+                "Workers and what is wanted",
+                {"bireme_planner_workers": "there", "bireme_planner_workers_wanted": "wanted"},
+                choice=by("stage"),
+            ),
+            lines("Workers by state", "bireme_planner_workers", choice=by("state")),
+            lines(
+                "Requests that it saw",
+                "bireme_planner_requests_per_second",
+                units.RequestsPerSecond,
+            ),
+        ],
+        [
+            lines("Decisions", "bireme_planner_decisions_total", units.OpsPerSecond, choice=by("result")),
+            lines("Held, by cause", "bireme_planner_holds_total", units.OpsPerSecond, choice=by("cause")),
+            lines("Not carried out", "bireme_planner_failures_total", units.OpsPerSecond),
+        ],
+        [
+            lines("Budget", "bireme_planner_budget_gpus"),
+            lines("Acts", "bireme_planner_acts"),
+            lines("Last decision", "bireme_planner_decided_at_seconds", units.DateTimeFromNow),
+        ],
+    ],
+    is_rare=True,
+)
+
 BOARD = Board(
     "serving",
     "bireme: serving",
     "What clients get and how fast: traffic, latency, outcomes, queues, the frontend and the engines.",
-    (NOW, TRAFFIC, LATENCY, FRONTEND, ENGINES, CAPACITY, ACCOUNTS, RECORDS, MIRROR, STEPS, WEIGHTS, MEDIA, TRTLLM),
+    (
+        NOW,
+        TRAFFIC,
+        LATENCY,
+        FRONTEND,
+        ENGINES,
+        CAPACITY,
+        ACCOUNTS,
+        RECORDS,
+        MIRROR,
+        PLANNER,
+        STEPS,
+        WEIGHTS,
+        MEDIA,
+        TRTLLM,
+    ),
 )

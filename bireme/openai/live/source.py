@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bireme.config import split_worker
-from bireme.discovery import run_folder
+from bireme.discovery import plan_notes, run_folder
 from bireme.discovery.records import WorkerRecord
 from bireme.kv.routing.placement import Flow, WorkerWork
 from bireme.metrics import MetricDelta
@@ -48,7 +48,10 @@ class LiveSource:
         self._watch()
         faults = [fault for model in self._models if (log := model.services.faults) for fault in log.faults()]
         models = [_model(model) for model in self._models]
-        return LiveState(time.time(), INTERVAL_S, LiveProcesses(1, 1), _counters(self._totals()), models, faults)
+        folders = {model.run_folder for model in self._models if model.run_folder is not None}
+        plans = [note for folder in folders for note in plan_notes.read(folder)]
+        counters = _counters(self._totals())
+        return LiveState(time.time(), INTERVAL_S, LiveProcesses(1, 1), counters, models, faults, plans)
 
     def close(self) -> None:
         if self._end is not None:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from bireme.discovery.plan_notes import PlanNote
 from bireme.pipelines.faults import SAME_S, SEEN_BY_ALL, Fault
 
 MAX_FAULTS = 100  # that are shown
@@ -89,6 +90,7 @@ class LiveState(msgspec.Struct):
     counters: LiveCounters
     models: list[LiveModel]
     faults: list[Fault]  # of the last hour, the newest first
+    plans: list[PlanNote] = []  # of a planner, the newest first
     object: Literal["bireme.live"] = "bireme.live"
 
 

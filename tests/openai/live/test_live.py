@@ -4,8 +4,11 @@ import asyncio
 import json
 import math
 
+import msgspec
 import pytest
 
+from bireme.discovery import plan_notes
+from bireme.discovery.plan_notes import PlanNote
 from bireme.discovery.records import WorkerRecord
 from bireme.errors import EngineLostError
 from bireme.kv.routing.placement import Flow
@@ -280,3 +283,14 @@ async def test_what_several_processes_have_sent_and_seen_is_added(frontend):
 def test_what_is_no_state_counts_as_no_answer():
     assert feed._part(b"\xff\x00") is None and feed._part(b"") is None
     assert issubclass(LiveState, object)
+
+
+async def test_what_a_planner_has_decided_stands_in_the_state(frontend, tmp_path):
+    bench = await frontend()
+    assert (await watched(bench))[0]["plans"] == []
+    note = PlanNote(at=1000.0, result="up", acts=True, text="prefill 1 -> 2 of 4 GPUs; 12.00 requests/s need 2+1")
+    next(iter(bench.app._models)).run_folder = tmp_path
+    plan_notes.add(tmp_path, note)
+    assert (await watched(bench))[0]["plans"] == [msgspec.to_builtins(note)]
+    (tmp_path / plan_notes.FILE_NAME).write_text("no notes")
+    assert (await watched(bench))[0]["plans"] == []

@@ -5,12 +5,14 @@ import { byId, element } from "./dom.js";
 import { errorBlock, remedy } from "./error_view.js";
 import { faultRow } from "./live_faults.js";
 import { FlowView } from "./live_flows.js";
+import { planRow } from "./live_plans.js";
 import { LiveHistory } from "./live_rates.js";
 import { Tile } from "./live_tile.js";
 import { WorkerCards } from "./live_workers.js";
 import { shownRate } from "./meter.js";
 
 const RETRY_MS = 2000;
+const MOST_PLANS = 8; // that are shown
 
 /** The view in place of the chat while it is open. It watches only while it can be seen. */
 export class LiveView {
@@ -96,6 +98,8 @@ export class LiveView {
     this.#showTiles(state);
     const rates = this.#history.rates();
     for (const model of state.models) this.#section(model.name).show(model, rates);
+    byId("live-planner").hidden = !state.plans.length;
+    byId("live-plans").replaceChildren(...state.plans.slice(0, MOST_PLANS).map(planRow));
     byId("live-no-faults").hidden = state.faults.length > 0;
     byId("live-faults").replaceChildren(...state.faults.map((fault) => faultRow(fault, state.models.length > 1)));
   }
