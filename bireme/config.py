@@ -12,6 +12,8 @@ import msgspec
 
 from bireme.engine_kinds import ENGINE_KINDS, EngineKind, EngineName
 from bireme.errors import ConfigError
+from bireme.gguf.folder import is_gguf, model_folder
+from bireme.gguf.head import SUFFIX
 from bireme.settings import (
     HARMLESS,
     DiscoveryConfig,
@@ -547,7 +549,7 @@ class Recipe(Settings, frozen=True, kw_only=True):
 
     @property
     def model_path(self) -> str:
-        """Folder of the model (absolute), or a hub id."""
+        """Folder of the model (absolute; of a GGUF file the one that is made of it), or a hub id."""
         return find_model(self.model, self.folder)
 
     @property
@@ -682,11 +684,12 @@ def split_worker(worker: str) -> tuple[str, str]:
 
 
 def find_model(model: str, folder: str) -> str:
+    """Return a model's folder (absolute), made of it where it is a GGUF file, or a hub id. Raises ConfigError."""
     for base in (Path(), CHECKOUT, Path(folder)):
         candidate = base / model
-        if candidate.is_dir():
-            return str(candidate.resolve())
-    if model.startswith(("models/", "./", "/", "../")):
+        if candidate.is_dir() or is_gguf(candidate):
+            return str(model_folder(candidate))
+    if model.startswith(("models/", "./", "/", "../")) or model.endswith(SUFFIX):
         path = Path(model) if Path(model).is_absolute() else CHECKOUT / model
         if Path(model).name.startswith("tiny-"):
             remedy = "run `make models` (or .venv/bin/python tools/make_sample_model.py) to make it"

@@ -15,6 +15,7 @@ EngineName = Literal["torch", "trtllm", "mocker"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     needs_model: bool = True  # a model's files; without them it takes no pictures either
+    reads_gguf: bool = False  # weights in GGUF files
     moves_own_kv: bool = False  # without our `KvTransfer`
     has_llm_args: bool = False  # its YAML holds TensorRT-LLM's arguments, which have checks of their own
     makes_embeddings: bool = False  # serves the stage `embedding`
@@ -30,6 +31,7 @@ class EngineKind:
 
 ENGINE_KINDS: dict[EngineName, EngineKind] = {
     "torch": EngineKind(
+        reads_gguf=True,
         makes_embeddings=True,
         tells_prices=True,
         follows_triggers=True,

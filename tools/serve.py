@@ -2,6 +2,7 @@
 
     python tools/serve.py recipes/tiny
     python tools/serve.py --model models/tiny-llama --disaggregated
+    python tools/serve.py --model SmolLM2-135M-Instruct.Q4_1.gguf
     python tools/serve.py recipes/tiny --override '{"workers": {"decode": {"replicas": 2}}}' --http-port 8100
     python tools/serve.py recipes/tiny --set workers.decode.replicas=2
     python tools/serve.py recipes/tiny --host 0.0.0.0                                    # OpenAI's API for the network
@@ -247,7 +248,10 @@ def given_by(options: argparse.Namespace) -> Given:
 
 def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="folder with recipe.yaml; default BIREME_RECIPE, else recipes/tiny")
-    parser.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="serve this model without a recipe")
+    parser.add_argument(
+        "--model", metavar="MODEL",
+        help="folder, GGUF file or hub id: serve this model without a recipe",
+    )  # fmt: skip
     parser.add_argument("--disaggregated", action="store_true", help="with --model: prefill and decode apart")
     parser.add_argument("--engine", choices=tuple(ENGINE_KINDS), default="torch", help="with --model")
     parser.add_argument(

@@ -86,30 +86,39 @@ def config_of(head: GgufHead) -> dict[str, Any]:
 def weights_of(head: GgufHead, config: Mapping[str, Any]) -> dict[str, Weight]:
     """Return what each parameter of the model is made of, by its name in transformers. Raises ConfigError."""
     found = _architecture(head)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if found.has_pairs else {}
-    parts = {name for names in _EXPERT_PARTS.values() for name in names} if found.has_experts else set()
-    weights: dict[str, Weight] = {}
-    for name, info in head.tensors.items():
-        layer, inside = _split(name)
-        stem, _, suffix = inside.rpartition(".")
-        known = _OUTSIDE.get(stem) if layer is None else found.names.get(stem)
-        if inside in parts or (layer is None and name in _READ_INTO_CONFIG):
-            continue
-        if known is None or suffix not in ("weight", "bias"):
-            raise ConfigError(f"{head.name}: tensor {name[:80]!r} is no part of {found.class_name}; take another file")
-        own = known if layer is None else f"model.layers.{layer}.{known}"
-        is_norm = stem.endswith("_norm") and suffix == "weight"
-        weights[f"{own}.{suffix}"] = Weight((info,), heads.get(stem, 0), found.norm_offset if is_norm else 0.0)
-    if found.has_experts:
-        for layer in range(config["num_hidden_layers"]):
-            for own, names in _EXPERT_PARTS.items():
-                infos = tuple(head.tensors[f"blk.{layer}.{n}"] for n in names if f"blk.{layer}.{n}" in head.tensors)
-                if len(infos) != len(names):
-                    raise ConfigError(
-                        f"{head.name}: layer {layer} has not all of {', '.join(names)}; a file with each expert as a"
-                        " tensor is of an old converter: convert the model again"
-                    )
-                weights[f"model.layers.{layer}.{own}"] = Weight(infos)
+    weights = _expert_weights(head, config["num_hidden_layers"]) if found.has_experts else {}
+    taken = {part.name for weight in weights.values() for part in weight.parts}.union(_READ_INTO_CONFIG)
+    heads = (
+        {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if found.has_pairs else {}
+    )
+    for name in sorted(head.tensors.keys() - taken):
+        own, stem = _renamed(head, name, found)
+        offset = found.norm_offset if own.endswith("norm.weight") else 0.0
+        weights[own] = Weight((head.tensors[name],), heads.get(stem, 0), offset)
+    return weights
+
+
+def _renamed(head: GgufHead, name: str, found: _Architecture) -> tuple[str, str]:
+    """Return a tensor's name in transformers, and its stem in the file: attn_q of blk.3.attn_q.weight."""
+    layer, inside = _split(name)
+    stem, _, suffix = inside.rpartition(".")
+    known = _OUTSIDE.get(stem) if layer is None else found.names.get(stem)
+    if known is None or suffix not in ("weight", "bias"):
+        raise ConfigError(f"{head.name}: tensor {name[:80]!r} is no part of {found.class_name}; take another file")
+    return (known if layer is None else f"model.layers.{layer}.{known}") + f".{suffix}", stem
+
+
+def _expert_weights(head: GgufHead, num_layers: int) -> dict[str, Weight]:
+    weights = {}
+    for layer in range(num_layers):
+        for own, parts in _EXPERT_PARTS.items():
+            names = [f"blk.{layer}.{part}" for part in parts]
+            if missing := [name for name in names if name not in head.tensors]:
+                raise ConfigError(
+                    f"{head.name}: tensor {missing[0]} is missing; a file with each expert as a tensor is an old"
+                    " converter's: convert the model again"
+                )
+            weights[f"model.layers.{layer}.{own}"] = Weight(tuple(head.tensors[name] for name in names))
     return weights
 
 
@@ -124,7 +133,9 @@ def _architecture(head: GgufHead) -> _Architecture:
         name = "llama with experts"
     if name not in _ARCHITECTURES:
         known = ", ".join(sorted(_ARCHITECTURES))
-        raise ConfigError(f"{head.name}: general.architecture: {name[:40]!r} is not served as GGUF (served are {known})")
+        raise ConfigError(
+            f"{head.name}: general.architecture: {name[:40]!r} is not served as GGUF (served are {known})"
+        )
     return _ARCHITECTURES[name]
 
 
@@ -180,35 +191,41 @@ def _same_in_each_layer(head: GgufHead, key: str, default: int | None) -> int:
 
 def _rope(head: GgufHead, prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return transformers' rope_parameters."""
-    rope = {"rope_type": "default", "rope_theta": head.number(f"{prefix}.rope.freq_base", 10000.0)}
-    if rope["rope_theta"] <= 0:
+    theta = head.number(f"{prefix}.rope.freq_base", 10000.0)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if theta <= 0:
         raise head.wrong(f"{prefix}.rope.freq_base", "a number above 0 is expected")
     width = head.integer(f"{prefix}.rope.dimension_count", config["head_dim"], lowest=1)
     if width != config["head_dim"]:
         if prefix != "phi3" or width > config["head_dim"]:
             raise head.wrong(f"{prefix}.rope.dimension_count", f"heads have {config['head_dim']}")
         rope["partial_rotary_factor"] = width / config["head_dim"]
+    return rope | _scaling(head, prefix, width, theta)
+
+
+def _scaling(head: GgufHead, prefix: str, width: int, theta: float) -> dict[str, Any]:
     key = f"{prefix}.rope.scaling.type"
     kind = head.text(key, "none")
-    if kind == "none" and (found := head.tensors.get("rope_freqs.weight")):
-        return rope | _llama3_scaling(head, found, width, rope["rope_theta"])
-    factor = head.number(f"{prefix}.rope.scaling.factor", 1.0) if kind in ("linear", "yarn") else 1.0
-    if kind in ("linear", "yarn") and not 1 <= factor <= 1 << 16:
-        raise head.wrong(f"{prefix}.rope.scaling.factor", "1 to 65536 is expected")
-    if kind == "linear" and factor > 1:
-        return rope | {"rope_type": "linear", "factor": factor}
-    if kind == "yarn" and factor > 1:
-        original = head.integer(f"{prefix}.rope.scaling.original_context_length", lowest=1, highest=_MAX_CONTEXT)
-        return rope | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     if kind == "longrope" or "rope_factors_long.weight" in head.tensors:
         factors = {
-            f"{length}_factor": _values(head, f"rope_factors_{length}.weight", width // 2) for length in ("long", "short")
+            f"{length}_factor": _values(head, f"rope_factors_{length}.weight", width // 2)
+            for length in ("long", "short")
         }
-        original = head.integer(f"{prefix}.rope.scaling.original_context_length", lowest=1, highest=_MAX_CONTEXT)
-        return rope | {"rope_type": "longrope", "original_max_position_embeddings": original} | factors
-    if kind not in ("none", "linear", "yarn"):
+        return {"rope_type": "longrope", "original_max_position_embeddings": _original(head, prefix)} | factors
+    if kind in ("linear", "yarn"):
+        factor = head.number(f"{prefix}.rope.scaling.factor")
+        if not 1 <= factor <= 1 << 16:
+            raise head.wrong(f"{prefix}.rope.scaling.factor", "1 to 65536 is expected")
+        original = {"original_max_position_embeddings": _original(head, prefix)} if kind == "yarn" else {}
+        return {"rope_type": kind, "factor": factor} | original
+    if kind != "none":
         raise head.wrong(key, "none, linear, yarn and longrope are served")
-    return rope
+    found = head.tensors.get("rope_freqs.weight")
+    return _llama3_scaling(head, found, width, theta) if found else {}
+
+
+def _original(head: GgufHead, prefix: str) -> int:
+    return head.integer(f"{prefix}.rope.scaling.original_context_length", lowest=1, highest=_MAX_CONTEXT)
 
 
 def _llama3_scaling(head: GgufHead, info: TensorInfo, width: int, theta: float) -> dict[str, Any]:

@@ -17,14 +17,16 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bireme.config import CHECKOUT, Recipe
+from bireme.config import CHECKOUT, Recipe, WorkerEntry
 from bireme.engines.stub.environment import PYTHON_VARIABLE, find_python
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import errors
 from bireme.errors import ConfigError
+from bireme.gguf.folder import gguf_files
+from bireme.gguf.head import SUFFIX
 from bireme.launch.installation import Installation, find_installation, find_libpython
 from bireme.launch.ports import Listener, is_free
 from bireme.launch.processes import command_line
@@ -184,8 +186,7 @@ def check_model(recipe: Recipe) -> list[str]:
     problems = []
     try:
         if text or not recipe.workers:
-            needs_weights = any(entry.kind.needs_model and entry.engine_config.load_format != "dummy" for entry in text)
-            problems += _check_folder(Path(recipe.model_path), lambda path: _check_model_folder(path, needs_weights))
+            problems += _check_folder(Path(recipe.model_path), lambda path: _check_text_model(path, text))
         if (video := recipe.workers.get("video_diffusion")) and video.kind.needs_model:
             problems += _check_folder(Path(recipe.worker_model_path("video_diffusion")), _check_pipeline_folder)
     except ConfigError as error:
@@ -208,14 +209,25 @@ def _check_pipeline_folder(folder: Path) -> list[str]:
 def _check_model_folder(folder: Path, needs_weights: bool) -> list[str]:
     config = folder / "config.json"
     if not config.is_file():
-        return [f"{folder} has no config.json; a model folder in Hugging Face's layout is expected"]
+        found = next(iter(sorted(folder.glob(f"*{SUFFIX}"))), None)
+        remedy = f"name the file: {found}" if found else "a model folder in Hugging Face's layout is expected"
+        return [f"{folder} has no config.json; {remedy}"]
     try:
         json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [f"{config} can't be read ({error}); copy the model folder again"]
-    if needs_weights and not any(folder.glob("*.safetensors")):
-        return [f"{folder} has no .safetensors file; other weight formats are not loaded, convert them first"]
+    if needs_weights and not any(folder.glob("*.safetensors")) and not gguf_files(folder):
+        return [f"{folder} has no .safetensors or .gguf file; other weight formats are not loaded, convert them first"]
     return []
+
+
+def _check_text_model(folder: Path, text: Sequence[WorkerEntry]) -> list[str]:
+    loading = [entry for entry in text if entry.kind.needs_model and entry.engine_config.load_format != "dummy"]
+    problems = _check_model_folder(folder, bool(loading))
+    others = sorted({entry.engine for entry in loading if not entry.kind.reads_gguf})
+    if problems or not others or not gguf_files(folder) or any(folder.glob("*.safetensors")):
+        return problems
+    return [f"engine {others[0]} reads no GGUF files; use engine torch, or the model as safetensors"]
 
 
 def unkept_code(recipe: Recipe, environment: Mapping[str, str] = os.environ, package: Path = KERNELS) -> str:

@@ -1,4 +1,4 @@
-"""A recipe for one model without a recipe folder: `serve.py --model FOLDER_OR_HUB_ID [--disaggregated]`."""
+"""A recipe for one model without a recipe folder: `serve.py --model MODEL [--disaggregated]`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Any
 
 from bireme.engine_kinds import ENGINE_KINDS, EngineName
 from bireme.errors import ConfigError
+from bireme.gguf.folder import is_gguf
+from bireme.gguf.head import SUFFIX
+
+_OF_PARTS = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engine: EngineName = "torch") -> Path:
     """Write `folder`/<the model's name>/recipe.yaml; return its folder. Raises ConfigError."""
     path = Path(model)
-    if path.is_dir():
-        model = str(path.resolve())
-    elif model.startswith((".", "/", "~")):
-        raise ConfigError(f"--model {model}: no such folder")
-    recipe = folder / (re.sub(r"[^\w.-]+", "-", Path(model).name).strip("-.") or "model")
+    if path.is_dir() or is_gguf(path):
+        model = str(path.absolute() if is_gguf(path) else path.resolve())
+    elif model.startswith((".", "/", "~")) or path.suffix == SUFFIX:
+        raise ConfigError(f"--model {model}: no such folder or GGUF file")
+    name = _OF_PARTS.sub("", Path(model).name.removesuffix(SUFFIX))
+    recipe = folder / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model")
     recipe.mkdir(parents=True, exist_ok=True)
     # JSON is YAML, and quotes what a model's path may hold.
     (recipe / "recipe.yaml").write_text(json.dumps(_tree(model, disaggregated, engine), indent=2), encoding="utf-8")

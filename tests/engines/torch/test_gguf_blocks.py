@@ -25,7 +25,9 @@ def random_blocks(block_type, random):
     return blocks
 
 
-@pytest.mark.parametrize("block_type", [found for found in TYPES.values() if found.name != "Q8_K"], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "block_type", [found for found in TYPES.values() if found.name != "Q8_K"], ids=lambda t: t.name
+)
 def test_random_blocks_are_what_the_gguf_package_makes_of_them(block_type):
     blocks = random_blocks(block_type, np.random.default_rng(7))
     found = dequantize(torch.from_numpy(blocks), block_type.name)

@@ -1,7 +1,7 @@
 """A model folder, checked before transformers sees it, so that errors are named, then loaded.
 
-safetensors only; what they store in few bits is dequantized on the way (`quantized/`). Messages name files by their
-name in the folder, never by path.
+safetensors, or a GGUF file (gguf_weights.py); what they store in few bits is dequantized on the way (`quantized/`).
+Messages name files by their name in the folder, never by path.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from safetensors import SafetensorError, safe_open
 from bireme.engines.torch.weights import dtypes
 from bireme.engines.torch.weights.architectures import architecture_of, check_architecture, is_picture_model
 from bireme.engines.torch.weights.fp8 import keep_in_fp8
+from bireme.engines.torch.weights.gguf_weights import gguf_digest, gguf_tensors
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
 from bireme.engines.torch.weights.quantized.methods import Quantization, read_quantization
 from bireme.errors import ConfigError, one_line
+from bireme.gguf.architectures import config_of
+from bireme.gguf.folder import gguf_files, is_gguf, model_folder
+from bireme.gguf.head import GgufHead, read_head
 
 logger = logging.getLogger("bireme.engines.torch")
 _SAMPLE_BYTES = 1 << 12
@@ -41,6 +45,7 @@ class Checkpoint:
     digest: str  # hex; different weights, form of them or configuration: different digest
     quant_algo: str = ""  # of TensorRT-LLM: how the weights are rounded when they are read; empty: they are not
     quantization: Quantization | None = None  # None: the weights are plain
+    gguf: GgufHead | None = None  # of the shards, where they are GGUF files
 
     @property
     def name(self) -> str:
@@ -71,12 +76,13 @@ def read_checkpoint(model: str, trust_remote_code: bool = False, load_format: st
     config = _read_config(folder)
     told = _take_quantization(folder, config)
     shards = () if load_format == "dummy" else _shards(folder)
-    for shard in shards:
+    head = _read_gguf(shards, config)
+    for shard in shards if head is None else ():
         _check_shard(shard)
     if told is not None and not shards:
         logger.info("weights_are_plain quant_method=%s reason=load_format is dummy", told.get("quant_method"))
-    quantization = read_quantization(told, shards) if shards else None
-    return Checkpoint(folder, config, shards, _digest(folder, shards), quantization=quantization)
+    quantization = read_quantization(told, shards) if shards and head is None else None
+    return Checkpoint(folder, config, shards, _digest(folder, shards, head), quantization=quantization, gguf=head)
 
 
 def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
@@ -137,12 +143,15 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
     transformers_logging.set_verbosity_error()  # the caller reports that, as an error
     source: Path | None = checkpoint.folder
     stored: dict[str, Any] | None = None  # what gives each tensor when transformers asks for it
+    if checkpoint.quantization is not None or checkpoint.gguf is not None:
+        source, kind = None, kind._model_mapping[type(config)]  # an Auto class would look for the name of a model
     if checkpoint.quantization is not None:
-        source, stored = None, checkpoint.quantization.open(dtype)
-        kind = kind._model_mapping[type(config)]  # an Auto class would look for the name of a model
+        stored = checkpoint.quantization.open(dtype)
     try:
         # torch's own functions for tensors without memory are marked for the compiler when they are called.
         with without_compiler(), without_symbols():
+            if checkpoint.gguf is not None:
+                stored = _gguf_tensors(kind, checkpoint.gguf, config, dtype)
             model, report = kind.from_pretrained(
                 source,
                 state_dict=stored,
@@ -157,6 +166,14 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"the weights could not be loaded: {one_line(error)}") from error
     return model, report
+
+
+def _gguf_tensors(kind: Any, head: GgufHead, config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what gives each tensor of a class's model. Raises ConfigError, before anything is read, for another's."""
+    with torch.device("meta"):
+        model = kind(config)
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    return gguf_tensors(head, config_of(head), expected, dtype)
 
 
 def choose_dtype(name: str, config: Any) -> torch.dtype:
@@ -178,8 +195,8 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 def _resolve(model: str) -> Path:
     folder = Path(model)
-    if folder.is_dir():
-        return folder
+    if folder.is_dir() or is_gguf(folder):
+        return model_folder(folder)
     if model.startswith(("/", ".")) or model.count("/") > 1:
         raise ConfigError(f"model folder {model} does not exist; check `model` in recipe.yaml")
     from huggingface_hub import snapshot_download
@@ -234,19 +251,34 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _shards(folder: Path) -> tuple[Path, ...]:
     """Return the files that transformers reads: of both forms it takes the whole one."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists() and whole.exists():
-        logger.warning("index_ignored folder=%s reason=model.safetensors is there", folder)
-    elif index.exists():
+    if whole.exists():
+        if index.exists():
+            logger.warning("index_ignored folder=%s reason=model.safetensors is there", folder)
+        return (whole,)
+    if index.exists():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index.name}: no weight_map in it")
         return tuple(folder / name for name in sorted({Path(str(name)).name for name in weight_map.values()}))
-    if not whole.exists():
+    if files := gguf_files(folder):
+        return files
+    raise ConfigError(
+        "model.safetensors is missing from the model folder (nor is there an index of shards, or a GGUF file);"
+        " only weights as safetensors and GGUF are read"
+    )
+
+
+def _read_gguf(shards: tuple[Path, ...], config: Any) -> GgufHead | None:
+    """Return the head of shards that are GGUF files; None: they are others. Raises ConfigError."""
+    if not shards or not is_gguf(shards[0]):
+        return None
+    head = read_head(shards[0])
+    told = config_of(head)["model_type"]
+    if told != config.model_type:
         raise ConfigError(
-            "model.safetensors is missing from the model folder (nor is there an index of shards);"
-            " only safetensors weights are read"
+            f"{head.name} is of model type {told}, config.json of {config.model_type}; name the file alone"
         )
-    return (whole,)
+    return head
 
 
 def _check_shard(shard: Path) -> None:
@@ -259,12 +291,14 @@ def _check_shard(shard: Path) -> None:
         raise ConfigError(f"{shard.name} is corrupted: {one_line(error)}; fetch the checkpoint again") from error
 
 
-def _digest(folder: Path, shards: tuple[Path, ...]) -> str:
+def _digest(folder: Path, shards: tuple[Path, ...], gguf: GgufHead | None) -> str:
     """Hash the configuration, and of each shard its head and samples of each tensor: whole files would take minutes."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     if (folder / _MODELOPT).exists():
         digest.update((folder / _MODELOPT).read_bytes())
-    for shard in shards:
+    if gguf is not None:
+        digest.update(gguf_digest(gguf).encode())
+    for shard in shards if gguf is None else ():
         with shard.open("rb", buffering=0) as file:
             length = int.from_bytes(file.read(8), "little")
             head = file.read(length)

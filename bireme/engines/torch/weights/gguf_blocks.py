@@ -24,7 +24,7 @@ def _halves(part: Tensor) -> Tensor:
 
 
 def _fields(part: Tensor, num_groups: int, num_bits: int, num_fields: int) -> Tensor:
-    """Return fields of bits, those of a group's bytes one after the other: (blocks, groups * fields * bytes a group)."""
+    """Return fields of bits, those of a group of bytes one after the other: (blocks, groups * fields * bytes)."""
     shifts = torch.arange(num_fields, dtype=torch.uint8) * num_bits
     grouped = part.reshape(len(part), num_groups, 1, -1)
     return ((grouped >> shifts.view(1, 1, -1, 1)) & ((1 << num_bits) - 1)).reshape(len(part), -1)

@@ -91,16 +91,7 @@ def gguf_tensors(
             f"{head.name} lacks {len(missing)} tensors that the model needs, {missing[0]} among them; fetch it again"
         )
     for name, weight in weights.items():
-        if name not in expected:
-            raise ConfigError(f"{head.name}: {weight.parts[0].name} is no part of the model; take another file")
-        heads = weight.num_heads
-        if weight.shape != tuple(expected[name]) or (heads and weight.shape[0] % (2 * heads)):
-            raise ConfigError(
-                f"{head.name}: {weight.parts[0].name} has shape {list(weight.shape)}, by its metadata it has"
-                f" {list(expected[name])}; fetch the file again"
-            )
-        if any(part.shape[:1] + part.shape[2:] != weight.shape[:1] + weight.shape[2:] for part in weight.parts):
-            raise ConfigError(f"{head.name}: {weight.parts[-1].name} does not fit {weight.parts[0].name}; fetch it again")
+        _check_shape(head, weight, expected.get(name))
     num_values = sum(math.prod(weight.shape) for weight in weights.values())
     logger.info(
         "gguf_dequantized file=%s types=%s file_mib=%d dtype=%s memory_mib=%d",
@@ -111,6 +102,21 @@ def gguf_tensors(
         num_values * dtype.itemsize >> 20,
     )
     return {name: GgufTensor(weight, dtype) for name, weight in weights.items()}
+
+
+def _check_shape(head: GgufHead, weight: Weight, expected: torch.Size | None) -> None:
+    """Raises ConfigError."""
+    first, last = weight.parts[0], weight.parts[-1]
+    if expected is None:
+        raise ConfigError(f"{head.name}: {first.name} is no part of the model; take another file")
+    heads = weight.num_heads
+    if weight.shape != tuple(expected) or (heads and weight.shape[0] % (2 * heads)):
+        raise ConfigError(
+            f"{head.name}: {first.name} has shape {list(weight.shape)}, by its metadata it has {list(expected)};"
+            " fetch the file again"
+        )
+    if last.shape[:1] + last.shape[2:] != first.shape[:1] + first.shape[2:]:
+        raise ConfigError(f"{head.name}: {last.name} does not fit {first.name}; fetch the file again")
 
 
 def gguf_digest(head: GgufHead) -> str:
