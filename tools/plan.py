@@ -5,7 +5,8 @@
     python tools/plan.py --kubernetes qwen3.llm --settings planner.yaml --times h100-8b-bf16 --log decisions.jsonl
 
 With --advise nothing is changed. Without it workers of the launch that are not needed sleep, and are waked when they
-are: serve it with as many replicas as there may ever be. In Kubernetes replicas of Deployments or LeaderWorkerSets
+are: serve it with as many replicas as there may ever be. With --start more launches of one worker each begin and end
+instead, found by discovery. In Kubernetes replicas of Deployments or LeaderWorkerSets
 follow (docs/kubernetes.md).
 
 --settings names a YAML file (docs/sizing.md): the target, bounds, the budget. It may change while the planner runs.
@@ -39,6 +40,7 @@ from bireme.planner.planner_settings import PlannerSettings
 from bireme.planner.predictors import PredictorName, make_predictor
 from bireme.recipe_files import load_recipe
 from bireme.scaling.connector import STAGES, Connector
+from bireme.scaling.extra_launches import ExtraLaunches
 from bireme.scaling.kubernetes_workloads import KubernetesTarget, KubernetesWorkloads
 from bireme.scaling.observer import LiveObserver
 from bireme.scaling.page_figures import WorkerLevels
@@ -118,7 +120,11 @@ def connector_of(options: argparse.Namespace) -> Connector:
         )
     if (door := door_of(options)) is None:
         raise ConfigError("--admin: missing; name the launch's admin door (serve.py --admin-port), or --kubernetes")
-    return SleepingWorkers(door)
+    if not options.start:
+        return SleepingWorkers(door)
+    if not options.admin_key_file:
+        raise ConfigError("--admin-key-file: missing; the launches of --start have doors with the same key")
+    return ExtraLaunches(door, options.start, Path(options.launches), options.admin_key_file, options.first_slot)
 
 
 def _key(path: str) -> str:
@@ -214,6 +220,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metrics-host", default=LOOPBACK, metavar="ADDRESS", help="where that listens")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for the deployment to be there")
     parser.add_argument("--intervals", type=float, default=math.inf, metavar="N", help="end after so many decisions")
+    parser.add_argument(
+        "--start", default="", metavar="COMMAND",
+        help="serve.py's with --discovery: launches of one worker each on this host, in place of workers that sleep;"
+        " {slot} in it is a number that no other of them has",
+    )  # fmt: skip
+    parser.add_argument("--first-slot", type=int, default=0, metavar="N", help="from which {slot} counts")
+    parser.add_argument("--launches", default="launches", metavar="FOLDER", help="of --start: which run, their logs")
     parser.add_argument(
         "--kubernetes", default="", metavar="NAME[.NAMESPACE]",
         help="what make_manifests.py --apart has written: replicas of its workloads in place of workers that sleep",
