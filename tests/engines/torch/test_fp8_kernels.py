@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
-from bireme.engines.torch.kernels import few_rows_linear, one_row_linear, rounded_linear, row_wise
+from bireme.engines.torch.kernels import few_rows_linear, one_row_fp8, rounded_linear, row_wise
 from bireme.engines.torch.storage import BLOCK, Fp8Weight, WeightForm, form_of, restored, rounded, rounds_activations
 from bireme.engines.torch.weights.fp8 import _round
 from tests.engines.torch import kernel_references as references
@@ -45,7 +45,13 @@ def test_rows_as_they_are_are_multiplied_as_in_plain_torch(randn, form, is_gated
     whole = weight.dequantized()
     if rows == 1:
         expected = references.one_row_linear(x, whole, bias, norm, 1e-5, is_gated, is_gelu, add_to)
-        found = one_row_linear.one_row_linear(x, weight, bias, norm, 1e-5, is_gated, is_gelu, add_to)
+        found = one_row_fp8.one_row_fp8(x, weight, bias, norm, 1e-5, is_gated, is_gelu, add_to)
+        exact = x.bfloat16(), norm.bfloat16()  # read as words
+        expected_too = references.one_row_linear(
+            exact[0].float(), whole, bias, exact[1].float(), 1e-5, is_gated, is_gelu
+        )
+        found_too = one_row_fp8.one_row_fp8(exact[0], weight, bias, exact[1], 1e-5, is_gated, is_gelu)
+        close(found_too.float(), expected_too, atol=0.05, rtol=0.01)
     else:
         expected = references.few_rows_linear(x, whole, is_gated, is_gelu, add_to)
         expected = expected if bias is None else expected + bias
@@ -119,7 +125,7 @@ COMPILE = """
 import subprocess, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from bireme.engines.torch.kernels import few_rows_linear, one_row_linear, rounded_linear, row_wise
+from bireme.engines.torch.kernels import few_rows_linear, one_row_fp8, rounded_linear, row_wise
 
 def build(kernel, types, constants, warps, stages=3):
     source = ASTSource(kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
@@ -127,10 +133,10 @@ def build(kernel, types, constants, warps, stages=3):
 
 bf16, fp8, fp32, i32 = "*bf16", "*fp8e4nv", "*fp32", "i32"
 for block in (0, 128):
-    own = {"K": 4096, "BLOCK": block, "IS_GATED": True, "IS_GELU": False, "CHAINED": True}
-    types = {"x": bf16, "weight": fp8, "bias": fp8, "norm": bf16, "scales": fp32, "out": bf16, "eps": "fp32", "N": i32}
-    one = own | {"TILE_N": 2, "TILE_K": 2048, "IS_SCALED": True, "HAS_BIAS": False, "HAS_NORM": True, "IS_ADDED": False}
-    build(one_row_linear._linear_kernel, types, one, 4)
+    own = {"K": 4096, "BLOCK": block, "IS_GATED": True, "IS_GELU": False, "CHAINED": True, "IS_GPU": True}
+    types = {"x": bf16, "weight": "*i32", "bias": fp32, "norm": bf16, "scales": fp32, "out": bf16, "eps": "fp32"}
+    one = own | {"TILE_N": 2, "TILE_J": 512, "HAS_BIAS": False, "HAS_NORM": True, "IS_ADDED": False, "IS_BF16": True}
+    build(one_row_fp8._fp8_kernel, types | {"N": i32}, one, 4)
     types = {"x": bf16, "weight": fp8, "bias": fp8, "scales": fp32, "out": bf16, "rows": i32, "N": i32}
     few = own | {"PAD_ROWS": 16, "TILE_N": 64, "TILE_K": 128, "IS_SCALED": True, "HAS_BIAS": False, "IS_ADDED": False}
     build(few_rows_linear._rows_kernel, types, few | {"PRECISION": "tf32"}, 4, 4)

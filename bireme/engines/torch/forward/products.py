@@ -2,10 +2,10 @@
 
 | form of the weights | rows | class | products | activations |
 |---|---|---|---|---|
-| any | 1, in decode steps | OneRow | kernels/one_row_linear.py, norms and gate within | as they are |
+| plain | 1, in decode steps | OneRow | kernels/one_row_linear.py, norms and gate within | as they are |
 | plain | 2 to 32, in decode steps | FewRows | kernels/few_rows_linear.py, and cuBLAS's | as they are |
 | plain | others | ManyRows | cuBLAS's | as they are |
-| fp8_channel, fp8_blocks | 1, anywhere | OneRow | kernels/one_row_linear.py | as they are |
+| fp8_channel, fp8_blocks | 1, anywhere | OneRow | kernels/one_row_fp8.py, norms and gate within | as they are |
 | the same | 2 to 16 | FewFp8Rows | kernels/few_rows_linear.py | as they are |
 | the same | more | RoundedRows | kernels/rounded_linear.py: torch's, or ours | rounded by norm and gate |
 
@@ -14,12 +14,15 @@ Embeddings, norms, routers and the head are plain in every form.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.kernels.experts import add_experts
 from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
+from bireme.engines.torch.kernels.one_row_fp8 import one_row_fp8
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rounded_linear import rounded_linear
 from bireme.engines.torch.kernels.row_wise import gate, rms_norm, rounded_gate, rounded_rows
@@ -86,20 +89,26 @@ class FewRows(ManyRows):
         normed = rms_norm(self._x, layer.mlp_norm, self._eps)
         return few_rows_linear(normed, layer.gate_up, True, self._is_gelu)
 
+    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None) -> Tensor:
+        return few_rows_linear(inner, weight, add_to=add_to)
+
     def _add_few(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
-        linear = one_row_linear if len(inner) == 1 else few_rows_linear
-        product = linear(inner, weight, add_to=self._x if post_norm is None else None)
+        add_to = self._x if post_norm is None else None
+        product = self._few(inner, weight, add_to)
         if post_norm is not None:
             rms_norm(product, post_norm, self._eps, self._x)
 
 
 class OneRow(FewRows):
     def qkv(self, layer: DecoderLayer) -> Tensor:
-        return one_row_linear(self._x, layer.qkv, layer.qkv_bias, layer.attention_norm, self._eps)
+        return _one_row(self._x, layer.qkv, layer.qkv_bias, layer.attention_norm, self._eps)
 
     def _inner(self, layer: DecoderLayer) -> Tensor:
         given = (self._x, layer.gate_up, None, layer.mlp_norm, self._eps)
-        return one_row_linear(*given, is_gated=True, is_gelu=self._is_gelu)
+        return _one_row(*given, is_gated=True, is_gelu=self._is_gelu)
+
+    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None) -> Tensor:
+        return _one_row(inner, weight, add_to=add_to)
 
     def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
         self._add_few(inner, weight, post_norm)
@@ -152,3 +161,7 @@ class RoundedRows(ManyRows):
             self._more = product
         else:
             rms_norm(product, post_norm, self._eps, self._x)
+
+
+def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
+    return (one_row_fp8 if isinstance(weight, Fp8Weight) else one_row_linear)(x, weight, *given, **how)

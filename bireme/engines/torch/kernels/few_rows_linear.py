@@ -11,12 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bireme.engines.torch.kernels.from_fp8 import as_bfloat16
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.paged_decode import precision
 from bireme.engines.torch.kernels.row_wise import activated
 from bireme.engines.torch.storage import Weight, parts_of
 
 MOST_ROWS = 32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _as_x(w, x, IS_FP8: tl.constexpr, IS_GPU: tl.constexpr) -> tl.tensor:
+    return as_bfloat16(w, IS_GPU).to(x.dtype.element_ty) if IS_FP8 else w
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -34,6 +40,7 @@ def _rows_kernel(
     TILE_K: tl.constexpr,
     BLOCK: tl.constexpr,  # 0: the weight has no blocks
     IS_SCALED: tl.constexpr,
+    IS_GPU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
@@ -55,14 +62,14 @@ def _rows_kernel(
             u = tl.load(at + N.to(tl.int64) * K + begin, is_row & is_there[None, :], 0.0)
         if BLOCK:  # a tile is of one block
             own = scales + tl.program_id(0) * TILE_N // BLOCK * ((K + BLOCK - 1) // BLOCK) + begin // BLOCK
-            result += tl.dot(w.to(x.dtype.element_ty), some, input_precision=PRECISION) * tl.load(own)
+            result += tl.dot(_as_x(w, x, IS_SCALED, IS_GPU), some, input_precision=PRECISION) * tl.load(own)
             if IS_GATED:
                 own += N // BLOCK * ((K + BLOCK - 1) // BLOCK)
-                gated += tl.dot(u.to(x.dtype.element_ty), some, input_precision=PRECISION) * tl.load(own)
+                gated += tl.dot(_as_x(u, x, IS_SCALED, IS_GPU), some, input_precision=PRECISION) * tl.load(own)
         else:
-            result = tl.dot(w.to(x.dtype.element_ty), some, result, input_precision=PRECISION)
+            result = tl.dot(_as_x(w, x, IS_SCALED, IS_GPU), some, result, input_precision=PRECISION)
             if IS_GATED:
-                gated = tl.dot(u.to(x.dtype.element_ty), some, gated, input_precision=PRECISION)
+                gated = tl.dot(_as_x(u, x, IS_SCALED, IS_GPU), some, gated, input_precision=PRECISION)
     if IS_SCALED:
         if not BLOCK:
             result *= tl.load(scales + n, n < N, 0.0)[:, None]
@@ -112,6 +119,7 @@ def few_rows_linear(
         TILE_K=tile_k,
         BLOCK=block,
         IS_SCALED=scales is not None,
+        IS_GPU=x.is_cuda and x.dtype is torch.bfloat16,
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
         IS_GELU=is_gelu,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.row_wise import activated
-from bireme.engines.torch.storage import BLOCK, Weight, parts_of
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -23,15 +22,12 @@ def _linear_kernel(
     weight,  # (N, K), gated: (2 N, K)
     bias,  # (N,)
     norm,  # (K,)
-    scales,  # of the weight: (N,), or of blocks (N / BLOCK, K / BLOCK) rounded up
     out,  # (N,)
     eps,
     N,
     K: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    BLOCK: tl.constexpr,  # 0: the weight has no blocks
-    IS_SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -60,22 +56,10 @@ def _linear_kernel(
             w = tl.load(at + begin, is_row & is_there[None, :], 0.0)
             if IS_GATED:
                 u = tl.load(up + begin, is_row & is_there[None, :], 0.0)
-        if BLOCK:  # a tile's rows are in one row of blocks
-            own = scales + tl.program_id(0) * TILE_N // BLOCK * ((K + BLOCK - 1) // BLOCK) + (begin + k) // BLOCK
-            sums += w.to(tl.float32) * (one * tl.load(own, is_there, 0.0))[None, :]
-            if IS_GATED:
-                own += N // BLOCK * ((K + BLOCK - 1) // BLOCK)
-                ups += u.to(tl.float32) * (one * tl.load(own, is_there, 0.0))[None, :]
-        else:
-            sums += w.to(tl.float32) * one[None, :]
-            if IS_GATED:
-                ups += u.to(tl.float32) * one[None, :]
+        sums += w.to(tl.float32) * one[None, :]
+        if IS_GATED:
+            ups += u.to(tl.float32) * one[None, :]
     result, gated = tl.sum(sums, 1), tl.sum(ups, 1)
-    if IS_SCALED:
-        if not BLOCK:
-            result *= tl.load(scales + n, n < N, 0.0)
-            if IS_GATED:
-                gated *= tl.load(scales + N + n, n < N, 0.0)
     if HAS_NORM:
         scale = 1 / tl.sqrt(tl.sum(squares, 0) / K + eps)
         result, gated = result * scale, gated * scale
@@ -90,7 +74,7 @@ def _linear_kernel(
 
 def one_row_linear(
     x: Tensor,
-    weight: Weight,
+    weight: Tensor,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
@@ -99,7 +83,7 @@ def one_row_linear(
     add_to: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x (1, K), weight (N, K) -> (1, N). The row is taken as it is, in whatever form the weight is.
+    """x (1, K), weight (N, K) -> (1, N).
 
     norm (K,): of the RMS norm that x goes through first. Gated: weight is (2 N, K), gate above up, and the result is
     silu(gate) * up, or with tanh's approximation of GELU. `add_to` (1, N) is what the result is added to, in place.
@@ -108,22 +92,18 @@ def one_row_linear(
     width = len(weight) // 2 if is_gated else len(weight)
     if out is None:
         out = torch.empty(1, width, dtype=x.dtype, device=x.device) if add_to is None else add_to
-    values, scales, block = parts_of(weight)
-    tile_n, tile_k, num_warps = (_tiles if scales is None else _fp8_tiles)(width, size, is_gated)
+    tile_n, tile_k, num_warps = _tiles(width, size, is_gated)
     _linear_kernel[(triton.cdiv(width, tile_n),)](
         x,
-        values,
-        values if bias is None else bias,
-        values if norm is None else norm,
-        values if scales is None else scales,
+        weight,
+        weight if bias is None else bias,
+        weight if norm is None else norm,
         out,
         eps,
         width,
         K=size,
         TILE_N=tile_n,
         TILE_K=tile_k,
-        BLOCK=block,
-        IS_SCALED=scales is not None,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
         IS_GATED=is_gated,
@@ -147,9 +127,3 @@ def _tiles(width: int, size: int, is_gated: bool) -> tuple[int, int, int]:
         return 4, 2048, 4
     tile_k = 1024 if size > 8192 else 2048
     return 4096 // tile_k, tile_k, 4 if width <= size else 8
-
-
-def _fp8_tiles(width: int, size: int, is_gated: bool) -> tuple[int, int, int]:
-    """The same for 8-bit weights, a load of which brings twice as many."""
-    tile_k = min(2048 if size > 2048 else 1024, triton.next_power_of_2(size))
-    return min(BLOCK, (4096 if is_gated else 8192) // tile_k), tile_k, 4

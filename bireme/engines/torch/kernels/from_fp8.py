@@ -1,0 +1,69 @@
+"""8-bit floats (E4M3) as other ones, in few instructions: Triton's own conversions cost more than reading the weights.
+
+Not in the interpreter, which has Triton's (`IS_GPU` false). A NaN among the weights, which no checkpoint has, becomes
+480 in bfloat16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def as_float32(x, IS_GPU: tl.constexpr) -> tl.tensor:
+    """Of four neighbors two by two, through float16, which holds all of them."""
+    if IS_GPU:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 p, q;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 p, low;
+            cvt.rn.f16x2.e4m3x2 q, high;
+            mov.b32 {a, b}, p;
+            mov.b32 {c, d}, q;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }
+            """,
+            "=f,=f,=f,=f,r",
+            [x.to(tl.int8, bitcast=True)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    return x.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def as_bfloat16(x, IS_GPU: tl.constexpr) -> tl.tensor:
+    """Sign, exponent and mantissa are moved to their places, which leaves a value 2 ** 120 times too small."""
+    if IS_GPU:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 p, q, s, t, f;
+            prmt.b32 p, $2, 0, 0x1404;
+            prmt.b32 q, $2, 0, 0x3424;
+            and.b32 s, p, 0x7f007f00;
+            and.b32 t, q, 0x7f007f00;
+            shr.u32 s, s, 4;
+            shr.u32 t, t, 4;
+            lop3.b32 p, p, 0x80008000, s, 0xea;
+            lop3.b32 q, q, 0x80008000, t, 0xea;
+            mov.b32 f, 0x7b807b80;
+            mul.rn.bf16x2 $0, p, f;
+            mul.rn.bf16x2 $1, q, f;
+            }
+            """,
+            "=r,=r,r",
+            [x.to(tl.int8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return x.to(tl.bfloat16)
