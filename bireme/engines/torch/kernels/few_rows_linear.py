@@ -25,6 +25,17 @@ def _as_x(w, x, IS_FP8: tl.constexpr, IS_GPU: tl.constexpr) -> tl.tensor:
     return as_bfloat16(w, IS_GPU).to(x.dtype.element_ty) if IS_FP8 else w
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _added(
+    result, w, some, scales, first, begin, K: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+) -> tl.tensor:
+    """Return the result with the product of a tile, which with blocks is of one block."""
+    if BLOCK:
+        scale = tl.load(scales + first // BLOCK * ((K + BLOCK - 1) // BLOCK) + begin // BLOCK)
+        return result + tl.dot(w, some, input_precision=PRECISION) * scale
+    return tl.dot(w, some, result, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _rows_kernel(
     x,  # (rows, K)
@@ -58,23 +69,16 @@ def _rows_kernel(
         is_there = begin + k < K
         w = tl.load(at + begin, is_row & is_there[None, :], 0.0)
         some = tl.load(x + m[None, :] * K + (begin + k)[:, None], is_there[:, None] & is_own, 0.0)
+        first = tl.program_id(0) * TILE_N
+        w = _as_x(w, x, IS_SCALED, IS_GPU)
+        result = _added(result, w, some, scales, first, begin, K, BLOCK, PRECISION)
         if IS_GATED:
             u = tl.load(at + N.to(tl.int64) * K + begin, is_row & is_there[None, :], 0.0)
-        if BLOCK:  # a tile is of one block
-            own = scales + tl.program_id(0) * TILE_N // BLOCK * ((K + BLOCK - 1) // BLOCK) + begin // BLOCK
-            result += tl.dot(_as_x(w, x, IS_SCALED, IS_GPU), some, input_precision=PRECISION) * tl.load(own)
-            if IS_GATED:
-                own += N // BLOCK * ((K + BLOCK - 1) // BLOCK)
-                gated += tl.dot(_as_x(u, x, IS_SCALED, IS_GPU), some, input_precision=PRECISION) * tl.load(own)
-        else:
-            result = tl.dot(_as_x(w, x, IS_SCALED, IS_GPU), some, result, input_precision=PRECISION)
-            if IS_GATED:
-                gated = tl.dot(_as_x(u, x, IS_SCALED, IS_GPU), some, gated, input_precision=PRECISION)
-    if IS_SCALED:
-        if not BLOCK:
-            result *= tl.load(scales + n, n < N, 0.0)[:, None]
-            if IS_GATED:
-                gated *= tl.load(scales + N + n, n < N, 0.0)[:, None]
+            u = _as_x(u, x, IS_SCALED, IS_GPU)
+            gated = _added(gated, u, some, scales, N + first, begin, K, BLOCK, PRECISION)
+    if IS_SCALED and not BLOCK:
+        result *= tl.load(scales + n, n < N, 0.0)[:, None]
+        gated *= tl.load(scales + IS_GATED * N + n, n < N, 0.0)[:, None]
     if HAS_BIAS:
         result += tl.load(bias + n, n < N, 0.0).to(tl.float32)[:, None]
     if IS_GATED:

@@ -63,6 +63,20 @@ def _added(sums, words, x0, x1, x2, x3, IS_GPU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _scaled(result, at, is_there, IS_SCALED: tl.constexpr) -> tl.tensor:
+    if IS_SCALED:
+        result *= tl.load(at, is_there, 0.0)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _with(result, at, is_there, IS_ADDED: tl.constexpr) -> tl.tensor:
+    if IS_ADDED:
+        result += tl.load(at, is_there, 0.0).to(tl.float32)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _four(x, j, is_there, IS_BF16: tl.constexpr):
     """Return x[4 j], x[4 j + 1] and so on as float32."""
     if IS_BF16:
@@ -133,20 +147,14 @@ def _fp8_kernel(
             sums = _added(sums, w, x0, x1, x2, x3, IS_GPU)
             if IS_GATED:
                 ups = _added(ups, u, x0, x1, x2, x3, IS_GPU)
-    result, gated = tl.sum(sums, 1), tl.sum(ups, 1)
-    if not BLOCK:
-        result *= tl.load(scales + n, n < N, 0.0)
-        if IS_GATED:
-            gated *= tl.load(scales + N + n, n < N, 0.0)
+    scale = 1.0
     if HAS_NORM:
         scale = 1 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-        result, gated = result * scale, gated * scale
-    if HAS_BIAS:
-        result += tl.load(bias + n, n < N, 0.0).to(tl.float32)
+    result = _scaled(tl.sum(sums, 1) * scale, scales + n, n < N, BLOCK == 0)
     if IS_GATED:
-        result = activated(result, IS_GELU) * gated
-    if IS_ADDED:
-        result += tl.load(out + n, n < N, 0.0).to(tl.float32)
+        result = activated(result, IS_GELU) * _scaled(tl.sum(ups, 1) * scale, scales + N + n, n < N, BLOCK == 0)
+    result = _with(result, bias + n, n < N, HAS_BIAS)
+    result = _with(result, out + n, n < N, IS_ADDED)
     tl.store(out + n, result.to(out.dtype.element_ty), n < N)
 
 
