@@ -111,17 +111,128 @@ def mxfp4(weight: Tensor) -> tuple[Stored, Tensor]:
     return {"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}, plain.flatten(-2).transpose(1, 2)
 
 
+def _words(values: Tensor, bits: int) -> Tensor:
+    """Pack the last dimension of integers into int32, the first value in the lowest bits."""
+    each = 32 // bits
+    grouped = values.long().unflatten(-1, (-1, each)) << (bits * torch.arange(each))
+    return grouped.sum(-1).to(torch.int32)  # wraps where the highest bit is set
+
+
+def _integers(weight: Tensor, bits: int, group_of: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return values (outputs, inputs), scales and zeros (outputs, groups), and the plain weight."""
+    most, count = (1 << bits) - 1, int(group_of.max()) + 1
+    low = torch.stack([weight[:, group_of == group].amin(1).clamp(max=0) for group in range(count)], 1)
+    high = torch.stack([weight[:, group_of == group].amax(1).clamp(min=0) for group in range(count)], 1)
+    scales = ((high - low) / most).half()
+    zeros = (-low / scales).round().clamp(0, most)
+    own_scales, own_zeros = scales[:, group_of].float(), zeros[:, group_of]
+    values = (weight / own_scales + own_zeros).round().clamp(0, most)
+    return values, scales, zeros, (values - own_zeros) * own_scales
+
+
+def gptq(bits: int, size: int, version: int = 1, is_mixed: bool = False) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    """AutoGPTQ's QuantLinear.pack: inputs along words, zeros less 1 in its first format."""
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        inputs = weight.shape[1]
+        groups = torch.arange(inputs) // (size if size > 0 else inputs)
+        if is_mixed:
+            groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(3))]
+        values, scales, zeros, plain = _integers(weight, bits, groups)
+        stored = {
+            "qweight": _words(values, bits).T.contiguous(),
+            "qzeros": _words(((zeros - int(version == 1)) % (1 << bits)).T, bits),
+            "scales": scales.T,
+            "g_idx": groups.int(),
+        }
+        return stored, plain
+
+    return store
+
+
+def awq(size: int) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    """AutoAWQ's WQLinear_GEMM.from_linear: outputs along words, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+
+    def pack(values: Tensor) -> Tensor:
+        ordered = values.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+        return _words(ordered.flatten(-2), 4)
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        values, scales, zeros, plain = _integers(weight, 4, torch.arange(weight.shape[1]) // size)
+        return {"qweight": pack(values.T), "qzeros": pack(zeros.T), "scales": scales.T.contiguous()}, plain
+
+    return store
+
+
+def compressed_words(bits: int, size: int, is_mixed: bool = False) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    """compressed-tensors' pack-quantized with zero points, which lie along the outputs, and its activation order."""
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        groups = torch.arange(weight.shape[1]) // size
+        if is_mixed:
+            groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(3))]
+        values, scales, zeros, plain = _integers(weight, bits, groups)
+        stored = {"weight_packed": _words(values, bits), "weight_scale": scales}
+        stored |= {"weight_zero_point": _words(zeros.T, bits).T, "weight_shape": torch.tensor(weight.shape)}
+        return stored | ({"weight_g_idx": groups.int()} if is_mixed else {}), plain
+
+    return store
+
+
+def int8_by_row(weight: Tensor) -> tuple[Stored, Tensor]:
+    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    values = (weight / scales.float()).round().clamp(-127, 127)
+    return {"weight": values.to(torch.int8), "weight_scale": scales}, values * scales.float()
+
+
+# The quantiles of a normal distribution between -1 and 1 (QLoRA, appendix E).
+_NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+def nf4(weight: Tensor) -> tuple[Stored, Tensor]:
+    """bitsandbytes' blocks of 64 values, two to a byte, the first in the high half."""
+    table, blocks = torch.tensor(_NF4), weight.reshape(-1, 64)
+    largest = blocks.abs().amax(1)
+    codes = ((blocks / largest[:, None])[..., None] - table).abs().argmin(-1)
+    plain = (table[codes] * largest[:, None]).view(weight.shape)
+    pairs = codes.view(-1, 2).to(torch.uint8)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+    stored = {"weight": (pairs[:, :1] << 4) | pairs[:, 1:], "weight.absmax": largest, "weight.quant_map": table}
+    told = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return stored | {"weight.quant_state.bitsandbytes__nf4": told}, plain
+
+
+def llm_int8(weight: Tensor) -> tuple[Stored, Tensor]:
+    largest = weight.abs().amax(1)
+    values = (weight * (127 / largest[:, None])).round()
+    stored = {"weight": values.to(torch.int8), "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}
+    return stored, values * largest[:, None] * torch.tensor(1 / 127)
+
+
 _STATIC = {"input_scale": torch.tensor(0.5)}
 
 
 def _compressed(weights: dict[str, Any], form: str) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True} | weights, "input_activations": None}
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "type": "int"} | weights, "input_activations": None}
     told = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
     return told | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
 def _floats(**weights: Any) -> dict[str, Any]:
     return _compressed({"num_bits": 8, "type": "float"} | weights, "float-quantized")
+
+
+def _packed(bits: int, size: int) -> dict[str, Any]:
+    arguments = {"num_bits": bits, "type": "int", "symmetric": False, "strategy": "group", "group_size": size}
+    return _compressed(arguments, "pack-quantized")
+
+
+def _gptq_config(bits: int, size: int, **settings: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": False, "sym": False} | settings
 
 
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
@@ -149,4 +260,14 @@ LAYOUTS: dict[str, Layout] = {
         mxfp4,
         lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")),
     ),
+    "gptq": Layout(_gptq_config(4, 32), gptq(4, 32)),
+    "gptq, act-order": Layout(_gptq_config(4, 16, desc_act=True), gptq(4, 16, is_mixed=True)),
+    "gptq, 8 bits, whole rows": Layout(_gptq_config(8, -1), gptq(8, -1)),
+    "gptq v2": Layout(_gptq_config(4, 32, checkpoint_format="gptq_v2"), gptq(4, 32, version=2)),
+    "awq": Layout({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq(32)),
+    "compressed int4": Layout(_packed(4, 32), compressed_words(4, 32)),
+    "compressed int8 in words, act-order": Layout(_packed(8, 16), compressed_words(8, 16, is_mixed=True)),
+    "compressed int8": Layout(_compressed({"num_bits": 8, "strategy": "channel"}, "int-quantized"), int8_by_row),
+    "nf4": Layout({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
+    "bitsandbytes int8": Layout({"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8),
 }

@@ -68,6 +68,21 @@ def compressed(kind: str = "llama", **weights: Any) -> Callable[[Path], tuple[st
     return make
 
 
+def bits_and_bytes(**settings: Any) -> Callable[[Path], tuple[str, Any]]:
+    """By bitsandbytes, as transformers saves it."""
+
+    def make(folder: Path) -> tuple[str, Any]:
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        plain = tiny_models.save(folder / "plain", "llama", **SIZES)
+        config = BitsAndBytesConfig(**settings)
+        model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.float32)
+        model.save_pretrained(folder / "quantized")
+        return str(folder / "quantized"), None
+
+    return make
+
+
 def _pieces(weight: torch.Tensor, arguments: Any) -> torch.Tensor:
     """Return (..., values that share a scale)."""
     rows, columns = weight.shape
@@ -80,6 +95,8 @@ def _pieces(weight: torch.Tensor, arguments: Any) -> torch.Tensor:
 
 
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+INTEGER = {"type": "int", "symmetric": True}
+ZEROS = {"type": "int", "symmetric": False}
 CASES: dict[str, Callable[[Path], tuple[str, Any]]] = {
     "fp8 in blocks": written("fp8 in blocks", **WHOLE_BLOCKS),
     "fp8 whole": written("fp8 whole"),
@@ -87,8 +104,22 @@ CASES: dict[str, Callable[[Path], tuple[str, Any]]] = {
     "compressed fp8, tensor": compressed(**FLOAT, strategy="tensor"),
     "compressed fp8, channel": compressed(**FLOAT, strategy="channel"),
     "compressed fp8, block": compressed(**FLOAT, strategy="block", block_structure=[16, 32]),
+    "compressed int4, groups": compressed(**INTEGER, num_bits=4, strategy="group", group_size=32),
+    "compressed int4, groups and zeros": compressed(**ZEROS, num_bits=4, strategy="group", group_size=32),
+    "compressed int4, channel": compressed(**INTEGER, num_bits=4, strategy="channel"),
+    "compressed int8, channel": compressed(**INTEGER, num_bits=8, strategy="channel"),
+    "compressed int8, tensor": compressed(**INTEGER, num_bits=8, strategy="tensor"),
+    "bitsandbytes nf4": bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "bitsandbytes nf4, scales too": bits_and_bytes(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "bitsandbytes fp4": bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
+    "bitsandbytes int8": bits_and_bytes(load_in_8bit=True),
 }
-MODULES = {"compressed": "compressed_tensors"}  # by a case's first word: what it needs beside transformers
+MODULES = {
+    "compressed": "compressed_tensors",
+    "bitsandbytes": "bitsandbytes",
+}  # by a case's first word: what it needs beside transformers
 
 
 def main(folder: Path, cases: list[str]) -> None:
@@ -96,7 +127,10 @@ def main(folder: Path, cases: list[str]) -> None:
 
     for case in cases:
         path, config = CASES[case](folder / case)
-        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.float32)
+        asked = {} if config is None else {"quantization_config": config}
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **asked)
+        if config is None:
+            model = model.dequantize()
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
         save_file(
             {name: weight.contiguous() for name, weight in weights.items()}, folder / case / "expected.safetensors"

@@ -23,6 +23,9 @@ PROMPTS = make_prompts(3, 20, 45, 70)
 REQUESTS = [request(prompt, 24) for prompt in PROMPTS]
 
 
+WIDE = {"deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32}}  # groups of 32 divide them
+
+
 def kind_of(layout):
     return "gpt_oss" if layout == "mxfp4" else "llama"
 
@@ -62,13 +65,14 @@ def test_every_method_is_in_a_layout():
     assert {layout.config["quant_method"] for layout in LAYOUTS.values()} == METHODS.keys()
 
 
+@pytest.mark.parametrize("layout", ["fp8 in blocks", "gptq", "awq", "compressed int4"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_experts_and_latent_attention_are_dequantized_too(tmp_path, kind):
+def test_experts_and_latent_attention_are_dequantized_too(tmp_path, kind, layout):
     def chooses(name):
         return name.endswith(".weight") and ("proj" in name or ".experts." in name)
 
-    blocks = LAYOUTS["fp8 in blocks"]
-    path, expected = write(tmp_path, Layout(blocks.config, blocks.store, chooses), kind)
+    own = LAYOUTS[layout]
+    path, expected = write(tmp_path, Layout(own.config, own.store, chooses), kind, **WIDE.get(kind, {}))
     assert_equal(read(path), expected)
 
 

@@ -14,6 +14,8 @@ from bireme.errors import ConfigError
 from tests.engines.torch.quantized_checkpoints import LAYOUTS, rewrite, write
 
 Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+STATE = ".quant_state.bitsandbytes__nf4"
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
@@ -109,6 +111,58 @@ FAULTS = {
         with_tensor(f"{EXPERTS}_scales", lambda part: part[..., :1]),
         "an exponent for each group",
     ),
+    "bits that GPTQ's words do not have": (
+        "gptq",
+        with_setting(bits=8),
+        f"{DOWN}.scales has the shape .4, 64., and 8 bits",
+    ),
+    "groups that the scales do not have": ("gptq", with_setting(group_size=16), "groups of 16 of 128 inputs asks for"),
+    "groups that do not divide": ("gptq", with_setting(group_size=48), "group size 48 does not divide its 128 inputs"),
+    "no groups": ("gptq", with_setting(group_size=0), "group size 0 does not divide"),
+    "bits of another kind": ("gptq", with_setting(bits=3), "GPTQ of 3 bits, 'gptq'; 4 and 8 bits"),
+    "a format of GPTQ that is not read": ("gptq", with_setting(checkpoint_format="marlin"), "4 bits, 'marlin'"),
+    "modules of other bits": (
+        "gptq",
+        with_setting(dynamic={"-:lm_head": {}, "+:.*down": {"bits": 8}}),
+        "down' has weights",
+    ),
+    "no order of activations": (
+        "gptq, act-order",
+        without(f"{Q}.g_idx"),
+        f"{Q}.g_idx is missing: {Q}.qweight can't be read without it",
+    ),
+    "no zeros of GPTQ": ("gptq", without(f"{Q}.qzeros"), f"{Q}.qzeros is missing"),
+    "zeros of another shape": (
+        "gptq",
+        with_tensor(f"{Q}.qzeros", lambda part: part[:, :4]),
+        f"{Q}.qzeros has the shape",
+    ),
+    "zeros without a weight": ("gptq", without(f"{Q}.qweight"), "is stored as I32, which is no part of what gptq says"),
+    "another layout of AWQ": ("awq", with_setting(version="gemv"), "AWQ of 4 bits, version 'gemv'"),
+    "AWQ's groups": ("awq", with_setting(group_size=64), f"{DOWN}.scales has the shape"),
+    "packed words of other bits": ("compressed int4", with_weights(num_bits=8), f"{DOWN}.weight_scale has the shape"),
+    "packed words of bits that are not read": ("compressed int4", with_weights(num_bits=3), "integers of 3 bits"),
+    "zeros that are not there": (
+        "compressed int8",
+        with_weights(symmetric=False),
+        f"{DOWN}.weight_zero_point is missing",
+    ),
+    "no shape of packed words": ("compressed int4", without(f"{Q}.weight_shape"), f"{Q}.weight_shape is missing"),
+    "no scales of blocks": ("nf4", without(f"{Q}.weight.absmax"), f"{Q}.weight.absmax is missing"),
+    "no state of blocks": ("nf4", without(f"{Q}.weight{STATE}"), f"{Q}.weight is stored as U8, which is no part"),
+    "a state that is no JSON": ("nf4", with_value(f"{Q}.weight{STATE}", 7), "bitsandbytes__nf4 can't be read"),
+    "blocks of another weight": (
+        "nf4",
+        with_tensor(f"{Q}.weight", lambda part: part[:100]),
+        f"{Q}.weight has the shape .100, 1., and .64, 64. in blocks of 64 asks for",
+    ),
+    "no scales of rows": ("bitsandbytes int8", without(f"{Q}.SCB"), f"{Q}.SCB is missing"),
+    "neither 4 nor 8 bits": ("nf4", with_setting(load_in_4bit=False), "one of load_in_4bit and load_in_8bit"),
+    "blocks stored as another type": (
+        "nf4",
+        with_setting(bnb_4bit_quant_storage="bfloat16"),
+        "'bfloat16'; uint8 is read",
+    ),
 }
 
 
@@ -147,6 +201,14 @@ VALUES = {
     "NaN": ("fbgemm", with_value(f"{Q}.weight_scale", float("nan")), f"{Q}.weight_scale: it holds NaN or inf"),
     "inf": ("fp8 in blocks", with_value(f"{Q}.weight_scale_inv", float("inf")), "it holds NaN or inf"),
     "an exponent that is NaN": ("mxfp4", with_value(f"{EXPERTS}_scales", 255), f"{EXPERTS}: a scale is NaN"),
+    "a group that is not there": (
+        "gptq, act-order",
+        with_value(f"{Q}.g_idx", 9),
+        "of the groups 9 to 9, and there are 4",
+    ),
+    "a shape that the words do not have": ("compressed int4", with_value(f"{Q}.weight_shape", 48), r"says \[48, 48\]"),
+    "a scale of a block": ("nf4", with_value(f"{Q}.weight.absmax", float("inf")), f"{Q}.weight.absmax: it holds NaN"),
+    "a layout of int8": ("bitsandbytes int8", with_value(f"{Q}.weight_format", 2), "its weight_format is 2"),
 }
 
 

@@ -13,10 +13,14 @@ import msgspec
 from bireme.conversion import convert
 from bireme.engines.torch.weights.quantized.fp8 import read_fp8
 from bireme.engines.torch.weights.quantized.heads import Head
+from bireme.engines.torch.weights.quantized.integers import CompressedIntegers, read_compressed_integers
 from bireme.engines.torch.weights.quantized.stored import TOLD, StoredTensor
 from bireme.errors import ConfigError
 
-_FORMATS = {"float": ("float-quantized", "naive-quantized")}
+_FORMATS = {  # of each type of values; the first libraries called both unpacked ones naive
+    "float": ("float-quantized", "naive-quantized"),
+    "int": ("pack-quantized", "int-quantized", "naive-quantized"),
+}
 
 
 class _WeightArgs(msgspec.Struct, frozen=True):
@@ -60,11 +64,24 @@ def read_compressed_tensors(told: dict[str, Any], heads: Mapping[str, Head]) -> 
     weights, form = kinds.pop()
     if weights is None or form not in _FORMATS.get(weights.type, ()):
         raise ConfigError(f"{TOLD}.format: {form!r} is not read; the torch engine reads {_known()}")
-    return _read_floats(weights, heads)
+    return _read_floats(weights, heads) if weights.type == "float" else _read_integers(weights, form, heads)
 
 
 def _known() -> str:
-    return ", ".join(form for forms in _FORMATS.values() for form in forms)
+    return ", ".join(dict.fromkeys(form for forms in _FORMATS.values() for form in forms))
+
+
+def _read_integers(weights: _WeightArgs, form: str, heads: Mapping[str, Head]) -> list[StoredTensor]:
+    is_packed = form == "pack-quantized"
+    sizes = {"group": weights.group_size, "channel": -1, "tensor": "tensor"}
+    size = sizes.get(str(weights.strategy))
+    if weights.num_bits not in ((4, 8) if is_packed else (8,)) or size is None:
+        raise ConfigError(
+            f"{TOLD}: {form} integers of {weights.num_bits} bits, strategy {weights.strategy}, group_size"
+            f" {weights.group_size}; 8 bits, or 4 packed, by group with its size, channel or tensor are read"
+        )
+    kept = CompressedIntegers(weights.num_bits, is_packed)
+    return read_compressed_integers(heads, kept, size, has_zeros=not weights.symmetric)
 
 
 def _read_floats(weights: _WeightArgs, heads: Mapping[str, Head]) -> list[StoredTensor]:

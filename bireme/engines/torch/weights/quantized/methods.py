@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from bireme.conversion import convert
+from bireme.engines.torch.weights.quantized.bitsandbytes import read_4bit, read_int8
 from bireme.engines.torch.weights.quantized.compressed_tensors import read_compressed_tensors
 from bireme.engines.torch.weights.quantized.fp8 import read_fp8
 from bireme.engines.torch.weights.quantized.heads import Head, Shards, read_heads, torch_dtype
+from bireme.engines.torch.weights.quantized.integers import read_awq, read_gptq
 from bireme.engines.torch.weights.quantized.mxfp4 import read_mxfp4
 from bireme.engines.torch.weights.quantized.stored import TOLD, StoredTensor
 from bireme.errors import ConfigError
@@ -71,12 +73,70 @@ def _read_mxfp4(told: _Told, heads: _Heads) -> list[StoredTensor]:
     return read_mxfp4(heads)
 
 
+class _GptqConfig(msgspec.Struct):
+    bits: int
+    group_size: int
+    desc_act: bool = False
+    checkpoint_format: str = "gptq"
+    is_marlin_format: bool = False
+    dynamic: dict[str, Any] | None = None
+
+
+def _read_gptq(told: _Told, heads: _Heads) -> list[StoredTensor]:
+    own = convert(told, _GptqConfig, TOLD)
+    added = {"gptq": 1, "gptq_v2": 0}.get(own.checkpoint_format)
+    if own.bits not in (4, 8) or added is None or own.is_marlin_format:
+        form = "marlin" if own.is_marlin_format else own.checkpoint_format
+        raise ConfigError(f"{TOLD}: GPTQ of {own.bits} bits, {form!r}; 4 and 8 bits of gptq and gptq_v2 are read")
+    if others := [rule for rule in own.dynamic or {} if not rule.startswith("-:")]:  # with -: modules are left out
+        raise ConfigError(f"{TOLD}.dynamic: {others[0]!r} has weights of its own kind; one kind for all is read")
+    return read_gptq(heads, own.bits, own.group_size, own.desc_act, added)
+
+
+class _AwqConfig(msgspec.Struct):
+    bits: int
+    group_size: int
+    version: str = "gemm"
+    zero_point: bool = True
+
+
+def _read_awq(told: _Told, heads: _Heads) -> list[StoredTensor]:
+    older = {"w_bit": "bits", "q_group_size": "group_size"}
+    own = convert({older.get(key, key): value for key, value in told.items()}, _AwqConfig, TOLD)
+    if own.bits != 4 or own.version.lower() != "gemm" or not own.zero_point:
+        raise ConfigError(
+            f"{TOLD}: AWQ of {own.bits} bits, version {own.version!r}, zero_point {own.zero_point}; 4 bits of version"
+            " gemm with zero points are read"
+        )
+    return read_awq(heads, own.group_size)
+
+
+class _BitsAndBytesConfig(msgspec.Struct):
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_storage: str = "uint8"
+
+
+def _read_bitsandbytes(told: _Told, heads: _Heads) -> list[StoredTensor]:
+    own = convert(told, _BitsAndBytesConfig, TOLD)
+    if own.load_in_4bit == own.load_in_8bit:
+        raise ConfigError(f"{TOLD}: one of load_in_4bit and load_in_8bit is to be true")
+    if own.load_in_8bit:
+        return read_int8(heads)
+    if own.bnb_4bit_quant_storage != "uint8":
+        raise ConfigError(f"{TOLD}.bnb_4bit_quant_storage: {own.bnb_4bit_quant_storage!r}; uint8 is read")
+    return read_4bit(heads)
+
+
 METHODS: dict[str, Method] = {  # by quantization_config.quant_method
     "fp8": Method("FP8, a scale a tensor or a block (128 x 128)", "DeepSeek, transformers", _read_fp8),
     "fbgemm_fp8": Method("FP8, a scale a row", "FBGEMM, transformers", _read_fbgemm),
     "compressed-tensors": Method("FP8, a scale a tensor, a row or a block", "llm-compressor", read_compressed_tensors),
     "modelopt": Method("FP8, a scale a tensor", "NVIDIA ModelOpt", _read_modelopt),
     "mxfp4": Method("MXFP4 experts", "gpt-oss", _read_mxfp4),
+    "gptq": Method("4 and 8 bits in groups, act-order included", "GPTQModel, AutoGPTQ", _read_gptq),
+    "awq": Method("4 bits in groups, gemm layout", "AutoAWQ", _read_awq),
+    "bitsandbytes": Method("nf4, fp4, int8 a row", "bitsandbytes, transformers", _read_bitsandbytes),
 }
 
 

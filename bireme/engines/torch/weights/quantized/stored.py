@@ -48,6 +48,11 @@ class StoredTensor:
         for role, tensor in small.items():
             if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
                 raise ConfigError(f"{self.parts[role]}: it holds NaN or inf; quantize or fetch the checkpoint again")
+        if "shape" in small and tuple(small["shape"].tolist()) != self.shape:
+            raise ConfigError(
+                f"{self.parts['shape']} says {small['shape'].tolist()}, and the weight has {list(self.shape)};"
+                " quantization_config is another checkpoint's, or a file is damaged"
+            )
         if fault := self.form.fault(small):
             raise ConfigError(f"{self.name}: {fault}; quantize or fetch the checkpoint again")
 
