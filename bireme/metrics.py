@@ -150,8 +150,8 @@ TABLE: dict[str, MetricSpec] = {
         _histogram("bireme_engine_step_seconds", "One engine step.", _SECONDS),
         _counter(
             "bireme_engine_steps_total",
-            "Steps of the torch engine by what computed them: modules (transformers' own), packed, fused, resident, "
-            "mixed, decode_graph, prompt_graph.",
+            "Steps of the torch engine by what computed them: modules (transformers' own), packed, quantized, fused, "
+            "resident, mixed, decode_graph, prompt_graph.",
             "path",
         ),
         _gauge(
@@ -162,7 +162,7 @@ TABLE: dict[str, MetricSpec] = {
         _gauge(
             "bireme_weights_form",
             "1 for what the torch engine keeps the layers' projections in: plain (the model's dtype), fp8_channel, "
-            "fp8_blocks.",
+            "fp8_blocks, and on a CPU a GGUF file's q4_0, q4_1, q8_0.",
             "form",
         ),
         _histogram(

@@ -125,14 +125,14 @@ class LoadedEngine:
             step_paths=tuple(map(str, forward.paths)),
             prompt_attention=tuple(map(str, forward.prompt_attention)),
         )
-        context.metrics.set("bireme_weights_form", 1, model.form)
+        context.metrics.set("bireme_weights_form", 1, forward.form)
         for kernel in self.capacity.prompt_attention[:1]:
             context.metrics.set("bireme_prompt_attention", 1, kernel)
         logger.info(
             "engine_loaded model=%s dtype=%s weights=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
             type(model.modules).__name__,
             self.capacity.dtype,
-            model.form,
+            forward.form,
             setup.device.type,
             store.num_bytes >> 20,
             manager.num_blocks,

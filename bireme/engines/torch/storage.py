@@ -28,6 +28,9 @@ class WeightForm(enum.StrEnum):
     PLAIN = enum.auto()  # the dtype that the model computes in
     FP8_CHANNEL = enum.auto()
     FP8_BLOCKS = enum.auto()
+    Q4_0 = enum.auto()  # ggml's blocks, on a CPU
+    Q4_1 = enum.auto()
+    Q8_0 = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bireme.engines.torch import native
 from bireme.engines.torch.forward.attention import Extras, PagedStep, attend_chunk
-from bireme.engines.torch.forward.quantized_linear import QuantizedLinear, StoredRows
+from bireme.engines.torch.forward.quantized_linear import QuantizedLinear, StoredRows, instructions
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.step import GroupStep, TableStep
 
@@ -58,6 +58,7 @@ DecoderLinear = Callable[[Tensor, Tensor | None], Tensor]  # x (T, in), rows to 
 
 class DecoderOps(Protocol):
     uses_tables: bool  # a step comes as TableStep; else as GroupStep
+    instructions: str  # of products with quantized weights
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
         """x (T, hidden), weight (hidden,) float32 -> (T, hidden), plus `add_to` (T, hidden)."""
@@ -88,7 +89,7 @@ def choose_ops() -> Callable[[list[AttentionLayer]], DecoderOps]:
 
 
 class PlainOps:
-    uses_tables = False
+    uses_tables, instructions = False, "none"
 
     def __init__(self, layers: list[AttentionLayer]) -> None:
         self._layers = layers
@@ -139,6 +140,7 @@ class NativeOps:
 
     def __init__(self, layers: list[AttentionLayer], library: ctypes.CDLL) -> None:
         self._layers, self._library, self._threads = layers, library, torch.get_num_threads()
+        self.instructions = instructions(library)
         self._structures = [_structure(layer) for layer in layers]
         name = str(layers[0].keys.dtype).removeprefix("torch.")
         pointer, integer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int

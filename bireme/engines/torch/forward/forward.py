@@ -3,6 +3,7 @@
 | device | model | step | path |
 |---|---|---|---|
 | CPU | of `architectures.FAMILIES`, without pictures | any | `packed`: PackedDecoder |
+| CPU | the same, of a GGUF file | any | `quantized`: PackedDecoder with the file's blocks |
 | CPU | any other | any | `modules`: transformers' own, attention by PagedStep |
 | GPU | of these families, without pictures | decodes alone | `resident`: ResidentDecode, and its graph of that size |
 | GPU | the same | decodes and chunks of few tokens together | `mixed`: MixedSteps, and their graph of that many rows |
@@ -40,6 +41,7 @@ from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.flash_attention import FlashAttention, PromptAttention
 from bireme.engines.torch.forward.modules import Modules
 from bireme.engines.torch.step import Batch, SchedulerOutput
+from bireme.engines.torch.storage import WeightForm
 
 if TYPE_CHECKING:  # Triton's language comes with CUDA builds alone
     from bireme.engines.torch.forward.flight import Flight
@@ -55,6 +57,7 @@ class StepPath(enum.StrEnum):
 
     MODULES = enum.auto()
     PACKED = enum.auto()
+    QUANTIZED = enum.auto()
     FUSED = enum.auto()
     RESIDENT = enum.auto()
     MIXED = enum.auto()
@@ -101,6 +104,7 @@ class Forward:
         self.flash = flash or FlashAttention()
         self.decoder: Decoder = modules
         self.builder = builder
+        self.form = WeightForm.PLAIN  # of the layers' projections
         self.resident: ResidentDecode | None = None
         self.mixed: MixedSteps | None = None
         self.graphs: dict[StepPath, Graphs] = {}

@@ -15,6 +15,7 @@ from bireme.engines.torch.forward.decoder_ops import choose_ops
 from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
 from bireme.engines.torch.forward.flash_attention import open_flash_attention
 from bireme.engines.torch.forward.forward import Forward, StepPath
+from bireme.engines.torch.forward.kept_blocks import KeptBlocks
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
 from bireme.engines.torch.forward.warmup import FirstPasses, check_mixed, check_packed, check_resident
@@ -121,9 +122,20 @@ def open_forward(setup: Setup, model: StepModel, store: KvStore, manager: BlockM
     except Exception as error:  # whatever is wrong with it on this machine: the model's own modules still run
         setup.findings.doubt()
         logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
-    if isinstance(forward.decoder, PackedDecoder) and not is_shared and (why := forward.decoder.pack(model.modules)):
-        logger.warning("weights_not_packed reason=%s: steps of few rows are slower", why)
+    forward.form = model.form
+    if isinstance(forward.decoder, PackedDecoder) and not is_shared:
+        _pack(setup, model, forward, forward.decoder)
     return forward
+
+
+def _pack(setup: Setup, model: StepModel, forward: Forward, decoder: PackedDecoder) -> None:
+    """Put the decoder's weights in order. A GGUF file's stay in its blocks, unless the recipe names a dtype."""
+    head = setup.checkpoint.gguf if setup.config.dtype == "auto" else None
+    if why := decoder.pack(model.modules, KeptBlocks(head) if head is not None else None):
+        logger.warning("weights_not_packed reason=%s: steps of few rows are slower", why)
+    if decoder.form is not WeightForm.PLAIN:
+        forward.form = decoder.form
+        forward.use(StepPath.QUANTIZED, decoder, forward.builder)
 
 
 def _builder(setup: Setup, model: StepModel, store: KvStore, uses_tables: bool = False) -> BatchBuilder:

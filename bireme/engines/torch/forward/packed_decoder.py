@@ -1,13 +1,16 @@
 """Llama's kind of decoder on a CPU: weights in the order in which they are read, few operations between the products.
 
 Weights in order (`pack`) are read two to four times as fast as plain ones where a step has few rows. They are the only
-copy: the model's modules are emptied, layer by layer.
+copy: the model's modules are emptied, layer by layer. A GGUF file's may stay in its blocks (`kept_blocks.py`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,11 +19,12 @@ from torch import Tensor
 
 from bireme.engines.torch.forward.decoder_ops import AttentionLayer, DecoderOps
 from bireme.engines.torch.forward.decoder_weights import DecoderWeights
+from bireme.engines.torch.forward.kept_blocks import KeptBlocks
 from bireme.engines.torch.forward.packed_linear import Experts, GatedMlp, Linear, make_mlp
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, KernelGroup
-from bireme.engines.torch.storage import plain
+from bireme.engines.torch.storage import WeightForm, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,10 @@ class PackedDecoder:
             for group, layer in zip(store.group_of, weights.layers, strict=True)
         ]
         # A copy: one tensor of a checkpoint's file keeps the whole file in memory.
-        self._embeddings = weights.embeddings if is_shared else weights.embeddings.clone()
+        embeddings = weights.embeddings if is_shared else weights.embeddings.clone()
+        self._embed: Callable[[Tensor], Tensor] = partial(F.embedding, weight=embeddings)
+        self.form = WeightForm.PLAIN  # of most layers' projections
+        self._dtype = store.dtype
         self._norm, self._eps = _float(weights.norm), weights.eps
         self._scale = None if weights.embed_scale == 1 else torch.tensor(weights.embed_scale).to(store.dtype)
         self._head, self._softcap = Linear(weights.head), weights.softcap
@@ -86,7 +93,7 @@ class PackedDecoder:
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
         ops, eps, positions = self.ops, self._eps, batch.positions[0]
-        x = F.embedding(batch.ids[0], self._embeddings)
+        x = self._embed(batch.ids[0])
         if self._scale is not None:
             x *= self._scale
         for index, layer in enumerate(self._layers):
@@ -105,16 +112,38 @@ class PackedDecoder:
             return part(inner, x)
         return self.ops.rms_norm(part(inner), post_norm, self._eps, x)
 
-    def pack(self, model: Any) -> str:
-        """Put the weights in order and empty the model's modules. Returns why some are plain; empty: none."""
+    def pack(self, model: Any, blocks: KeptBlocks | None = None) -> str:
+        """Put the weights in order and empty the model's modules. Returns why some are plain; empty: none.
+
+        `blocks`: of those that stay as their file has them, where there are products with these.
+        """
         known: dict[Any, str] = {}
-        for layer, module in zip(self._layers, model.model.layers, strict=True):
-            for linear in (layer.qkv, layer.output, *layer.mlp.linears):
-                linear.pack(self.ops, known)
+        linears = [[layer.qkv, layer.output, *layer.mlp.linears] for layer in self._layers]
+        for index, (own, module) in enumerate(zip(linears, model.model.layers, strict=True)):
+            stored = blocks.of_layer(index) if blocks is not None else []
+            for place, linear in enumerate(own):  # experts have more than a dense layer's
+                linear.pack(self.ops, known, stored[place] if len(own) == len(stored) else ())
             module.to("meta")
-        self._head.pack(self.ops, known)
+        self._head.pack(self.ops, known, blocks.of_head() if blocks is not None else ())
+        if blocks is not None:
+            self._keep_embeddings(blocks)
+            self._tell([*chain(*linears), self._head], blocks)
         model.to("meta")
         return "; ".join(sorted(set(filter(None, known.values()))))
+
+    def _keep_embeddings(self, blocks: KeptBlocks) -> None:
+        kept = self._head.kept if blocks.is_tied else None
+        if not blocks.is_tied and (parts := blocks.of_embeddings()):
+            kept = self.ops.quantized(parts, None)
+        if kept is not None:
+            self._embed = partial(kept.take_rows, dtype=self._dtype)
+
+    def _tell(self, linears: list[Linear], blocks: KeptBlocks) -> None:
+        kept = [linear.kept for linear in linears if linear.kept is not None]
+        forms = Counter(form for own in kept for form in own.forms)
+        if forms:
+            self.form = WeightForm(forms.most_common(1)[0][0].lower())
+        blocks.tell(forms, sum(own.num_bytes for own in kept), self.ops.instructions)
 
 
 def _with_float_norms(rotary: Rotary) -> Rotary:

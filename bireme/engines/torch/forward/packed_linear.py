@@ -5,6 +5,7 @@ All are called with rows (T, hidden), and with rows that the result is added to;
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from bireme.engines.torch.forward.decoder_ops import DecoderLinear, DecoderOps
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer
+from bireme.engines.torch.forward.quantized_linear import QuantizedLinear, StoredRows, round_rows
 from bireme.engines.torch.geometry import TopKRouter
 from bireme.engines.torch.storage import plain
 
@@ -26,8 +28,10 @@ class Linear:
 
     Weights of float32 that bfloat16 holds without loss, such as a checkpoint's of bfloat16, are kept as that: half as
     much is read. They, and those of bfloat16 where the CPU has tiles, go into an order of our own, all others into
-    oneDNN's.
+    oneDNN's. Those whose rows the file has in blocks that there are products with stay in these.
     """
+
+    kept: QuantizedLinear | None = None  # in the file's blocks
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
@@ -48,11 +52,14 @@ class Linear:
             found = linear.binary(x, add_to, self._weight, self._bias, "add")
         return found
 
-    def pack(self, ops: DecoderOps, known: dict[Any, str]) -> None:
+    def pack(self, ops: DecoderOps, known: dict[Any, str], stored: Sequence[StoredRows] = ()) -> None:
         """Weights that can't be packed, or compute something else then, stay plain.
 
-        `known`: why those of a kind can't be; empty: they can. Each kind is checked once.
+        `known`: why those of a kind can't be; empty: they can. Each kind is checked once. `stored`: their rows as the
+        file has them.
         """
+        if stored and self._keep(ops, known, stored):
+            return
         plain, short = self._weight, _in_two_bytes(self._weight)
         own = None if short is None else ops.linear(short, self._bias)
         kind = (*plain.shape, plain.dtype, self._bias is None, own is None)
@@ -71,12 +78,30 @@ class Linear:
             self._weight, self._multiply = plain, self._plainly
             known[kind] = str(error).partition("\n")[0]
 
-    def _check(self, plain: Tensor) -> None:
-        """Raises RuntimeError: it computes something else."""
+    def _keep(self, ops: DecoderOps, known: dict[Any, str], stored: Sequence[StoredRows]) -> bool:
+        """Return whether it multiplies with the file's blocks from now on."""
+        plain, kind = self._weight, (*self._weight.shape, self._bias is None, *(part.form for part in stored))
+        if known.get(kind):
+            return False
+        try:
+            own = ops.quantized(stored, self._bias)
+            if own is None:
+                return False
+            self._multiply, self._weight = own, plain.new_empty(0)
+            if kind not in known:
+                self._check(plain, round_rows)
+            known[kind], self.kept = "", own
+        except (RuntimeError, ValueError) as error:
+            self._weight, self._multiply = plain, self._plainly
+            known[kind] = str(error)
+        return self.kept is not None
+
+    def _check(self, plain: Tensor, rounded: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        """Raises RuntimeError: it computes something else. `rounded`: what the product makes of x first."""
         as_plain = Linear(plain, self._bias)
         for count in _CHECKED_ROWS:
             x, add_to = (torch.randn(count, width).to(plain.dtype) for width in reversed(plain.shape))
-            right = as_plain(x, add_to).float()
+            right = as_plain(rounded(x).to(plain.dtype), add_to).float()
             error = float((self(x, add_to) - right).float().norm() / right.norm().clamp_min(1e-30))
             if not error <= _MOST_ERROR[plain.dtype]:
                 raise RuntimeError(f"a packed product of {count} rows is {error:.3g} off")

@@ -112,6 +112,10 @@ class QuantizedLinear:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts)
 
+    @property
+    def forms(self) -> list[str]:
+        return [name for part in self._parts for name, form in FORMS.items() if form is part.form]
+
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         rows, (stride, depth) = x.size(0), self.shape
         out = x.new_empty(rows, stride)
@@ -121,11 +125,11 @@ class QuantizedLinear:
             self._multiply(form, x.data_ptr(), codes, scales, bias, more, to, rows, depth, width, stride, self._threads)
         return out
 
-    def take_rows(self, ids: Tensor, like: Tensor) -> Tensor:
+    def take_rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return weights' rows, (T,) int64 -> (T, in), in the dtype of the products. Of one part."""
         (part,) = self._parts
         ids = ids.contiguous()
-        out = like.new_empty(ids.size(0), self.shape[1])
+        out = torch.empty(ids.size(0), self.shape[1], dtype=dtype)
         pointers = part.codes.data_ptr(), part.scales.data_ptr(), ids.data_ptr(), out.data_ptr()
         self._take_rows(part.form.number, *pointers, *out.size())
         return out
