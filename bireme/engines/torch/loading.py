@@ -42,7 +42,7 @@ from bireme.own_work import Work
 
 logger = logging.getLogger("bireme.engines.torch")
 
-_FIRST_GRAPHS_S = 0.25  # a start takes longer for them, at most
+_FIRST_GRAPHS_S = 0.3  # a start takes longer for them, at most
 
 
 class LoadedEngine:

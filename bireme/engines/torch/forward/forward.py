@@ -154,13 +154,13 @@ class Forward:
         return self._path, self.decoder.compute(batch)
 
     def make_first_graphs(self, most_s: float) -> None:
-        """Make a graph of each form of the kernels, and then of those that the first requests need as many as so many
+        """Have each form of the kernels compiled, and then make graphs that the first requests need, as many as so many
         seconds are enough for.
         """
-        began = time.monotonic()
         sized = [steps.graphs for steps in (self.mixed, self.resident) if steps is not None]
-        waiting, count = list(sized), sum(graphs.make_forms() for graphs in sized)
-        longest = (time.monotonic() - began) / max(count, 1)
+        for graphs in sized:
+            graphs.compile_forms()
+        began, waiting, count, longest = time.monotonic(), list(sized), 0, 0.0
         while waiting and (before := time.monotonic()) - began + longest <= most_s:
             graphs = waiting.pop(0)  # in turns: a request needs one of each
             if graphs.make_first():

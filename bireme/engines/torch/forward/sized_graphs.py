@@ -33,26 +33,35 @@ class SizedStep(Protocol):
 class SizedGraphs:
     """Used by the engine's thread."""
 
-    def __init__(self, step: SizedStep, sizes: Sequence[int], num_kinds: int, made: str, off: str) -> None:
-        """`num_kinds`: of the layers, the first in which are all kinds; `made` and `off` begin lines of the log."""
+    def __init__(
+        self, step: SizedStep, sizes: Sequence[int], num_kinds: int, made: str, off: str, apart: int = 2
+    ) -> None:
+        """`num_kinds`: of the layers, the first in which are all kinds; `made` and `off` begin lines of the log.
+
+        `apart`: how many times as large as one that the first requests need the next of them is.
+        """
         self.made: dict[int, torch.cuda.CUDAGraph] = {}
         self.error = ""  # why the last one that can't be made could not
         self._step, self._num_kinds, self._made_line, self._off_line = step, num_kinds, made, off
-        self._forms, self._first, self._others = by_need(sizes)  # still to be made
+        self._forms, self._first, self._others = by_need(sizes, apart)  # compiled with them; still to be made
         self._misses: dict[int, int] = {}
         self._usual: Tensor | None = None  # logits of a row that nobody has, float32
         self._unjudged: dict[int, Tensor] = {}  # size -> how far it is off, which the GPU is finding out
 
     @property
     def to_make(self) -> list[int]:
-        return [*self._forms, *self._first, *self._others]
+        return [*self._first, *self._others]
 
-    def make_forms(self) -> int:
-        """Make one of each form of the kernels, which are compiled by that; return how many. `judge` has to follow."""
-        count = len(self._forms)
-        while self._forms:
-            self.make(self._forms[0])
-        return count
+    def compile_forms(self) -> None:
+        """Compute a step of each form of the kernels, by which those are compiled that are not."""
+        forms, self._forms = self._forms, []
+        for size in forms:
+            try:
+                with torch.inference_mode():
+                    self._step.tell_nothing(size)
+                    self._step.compute(size, num_layers=self._num_kinds)
+            except Exception as error:
+                self._failed(size, str(error).partition("\n")[0])
 
     def make_first(self) -> bool:
         """Make one of those that first requests need; False: there is none. `judge` has to follow."""
@@ -71,7 +80,7 @@ class SizedGraphs:
 
     def make(self, size: int) -> None:
         """Make this one if it is still to be made; where that fails its steps go without. `judge` has to follow."""
-        for sizes in (self._forms, self._first, self._others):
+        for sizes in (self._first, self._others):
             if size in sizes:
                 sizes.remove(size)
                 self._make(size)
@@ -132,17 +141,17 @@ class SizedGraphs:
         logger.warning("%s=%d reason=%s", self._off_line, size, reason)
 
 
-def by_need(sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Return one of each form of the kernels, others that the first requests need, and the rest, as they are made.
+def by_need(sizes: Sequence[int], apart: int) -> tuple[list[int], list[int], list[int]]:
+    """Return a size of each form of the kernels, those whose graphs the first requests need, and the rest.
 
-    First the largest, into whose memory the others fit. First requests need, from the smallest on, the next that is
-    twice as large or more: until the rest is made each stands in for those below it.
+    The latter as they are made: first the largest, into whose memory the others fit, then from the smallest on the next
+    that is so many times as large or more. Until the rest is made each stands in for those below it.
     """
-    forms, first, reached = list(sizes[-1:]), [], 0
+    forms, first, reached = [], list(sizes[-1:]), 0
     for least, most in zip((0, *MOST_OF_FORMS), MOST_OF_FORMS, strict=False):
-        forms += [max(own)] if (own := [size for size in sizes[:-1] if least < size <= most]) else []
+        forms += [max(own)] if (own := [size for size in sizes if least < size <= most]) else []
     for size in sizes[:-1]:
-        if size >= 2 * reached:
-            first += [size] if size not in forms else []
+        if size >= apart * reached:
+            first.append(size)
             reached = size
-    return forms, first, [size for size in reversed(sizes) if size not in (*forms, *first)]
+    return forms, first, [size for size in reversed(sizes) if size not in first]
