@@ -61,13 +61,10 @@ class BaseLLM:
         """None where it is left out, or the model's folder has none."""
         if self.args.skip_tokenizer_init:
             return None
-        from tensorrt_llm._model import import_transformers
-
-        import_transformers()
-        from transformers import AutoTokenizer
+        from tensorrt_llm._model import load_tokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.args.model, local_files_only=True)
+            return load_tokenizer(self.args.model)
         except (OSError, ValueError):
             return None
 
@@ -106,7 +103,7 @@ class BaseLLM:
         params = sampling_params if sampling_params is not None else SamplingParams()
         disaggregated = more["disaggregated_params"]
         self._check_params(params)
-        pictured = _pictures.read(self.args, self.input_processor, inputs, disaggregated)
+        pictured = _pictures.read(self.args, lambda: self.input_processor, inputs, disaggregated)
         prompt, media = pictured or (self._prompt(inputs), _pictures.Media(mrope=_pictures.mrope_of(disaggregated)))
         self._check_length(prompt, disaggregated)
         result = RequestOutput(next(self._ids), prompt, params, self._executor.abort, disaggregated)

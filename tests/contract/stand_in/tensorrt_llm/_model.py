@@ -30,6 +30,13 @@ def import_transformers() -> None:
     lean_imports.import_transformers()
 
 
+def load_tokenizer(folder: str | Path) -> Any:
+    """By its own class: AutoTokenizer imports the model's configuration, and with it half of transformers."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
 def load(folder: Path, dtype: torch.dtype) -> Llama | Transformers | Pictured:
     tree = json.loads((folder / "config.json").read_text())
     rope = tree.get("rope_parameters", {})

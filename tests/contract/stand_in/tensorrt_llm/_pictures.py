@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,15 @@ def make_input_processor(folder: Path, tokenizer: Any) -> Any:
     return DefaultInputProcessor()
 
 
-def read(args: Any, processor: Any, inputs: Any, disaggregated: Any) -> tuple[list[int], Media] | None:
+def read(
+    args: Any, get_processor: Callable[[], Any], inputs: Any, disaggregated: Any
+) -> tuple[list[int], Media] | None:
     """Return the prompt and media of a request with handles; None for any other."""
     if disaggregated is None or disaggregated.multimodal_embedding_handles is None:
         return None
     if args.backend == "_autodeploy":
         raise ValueError("Multimodal disaggregated inference (encode -> prefill) is not supported with AutoDeploy")
+    processor = get_processor()
     if not getattr(processor, "support_mm_disagg", False):
         raise ValueError("Multimodal disaggregated inference is not supported for this model")
     if disaggregated.request_type == "generation_only":

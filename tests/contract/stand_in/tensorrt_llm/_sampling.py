@@ -124,13 +124,11 @@ class Guide:
 
 
 def make_compiler(folder: str, vocab_size: int) -> Any:
-    from tensorrt_llm._model import import_transformers
-
-    import_transformers()
     import xgrammar
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    from tensorrt_llm._model import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
     return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size))
 
 
