@@ -144,8 +144,8 @@ def environment() -> str:
     stamp, program = ENVIRONMENT / ".packages", ENVIRONMENT / "bin" / "pip-audit"
     if stamp.exists() and stamp.read_text() == PIP_AUDIT:
         return str(program)
-    venv.create(ENVIRONMENT, with_pip=True, symlinks=True, clear=True)
-    command = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--quiet", PIP_AUDIT]
+    venv.create(ENVIRONMENT, symlinks=True, clear=True)
+    command = [sys.executable, "-m", "pip", "--python", str(ENVIRONMENT), "install", "--quiet", PIP_AUDIT]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]

@@ -64,8 +64,9 @@ def _install(folder: Path, wanted: list[str]) -> None:
         command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error"]
         wanted = [package.removeprefix(NPM) for package in wanted]
     else:
-        venv.create(folder, with_pip=True, symlinks=True)
-        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        venv.create(folder, symlinks=True)
+        command = [sys.executable, "-m", "pip", "--python", str(folder), "install"]
+        command += ["--quiet", "--disable-pip-version-check"]
     done = subprocess.run([*command, *wanted], capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith(("ERROR:", "npm error"))]
