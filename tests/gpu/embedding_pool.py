@@ -10,6 +10,7 @@ when rows of a pool stay taken.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -51,12 +52,20 @@ class MappedSeen(logging.Handler):
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     devices = devices_of(options.device)
-    found = {
+    found: dict[str, Any] = {
         "devices": [str(device) for device in devices],
         "picture_bytes": options.tokens * options.hidden * DTYPE.itemsize,
-        "pool": measure(options, devices, options.pool_bytes),
-        "files": measure(options, devices, 0),
     }
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    encoder = multiprocessing.get_context("spawn").Process(target=encode, args=(theirs, options, devices[0]))
+    encoder.start()
+    theirs.close()  # so that its end is seen here
+    try:
+        for way, pool_bytes in (("pool", options.pool_bytes), ("files", 0)):
+            found[way] = measure(ours, options, devices[1], pool_bytes)
+    finally:
+        ours.close()
+        encoder.join(TIMEOUT_S)
     found["is_good"] = all(found[way]["is_equal"] and found[way]["is_freed"] for way in ("pool", "files"))
     found["is_good"] &= found["pool"]["num_mapped"] == 1 and not found["files"]["num_mapped"]
     print(json.dumps(found))
@@ -85,32 +94,29 @@ def picture(number: int, options: argparse.Namespace, device: torch.device) -> t
     return torch.randn(options.tokens, options.hidden, generator=made).to(DTYPE).to(device)
 
 
-def measure(options: argparse.Namespace, devices: tuple[torch.device, torch.device], pool_bytes: int) -> dict[str, Any]:
-    """Let another process make the pictures, fetch each here, and say how long the median one took."""
+def measure(encoder: Any, options: argparse.Namespace, device: torch.device, pool_bytes: int) -> dict[str, Any]:
+    """Let the other process make the pictures, fetch each here, and say how long the median one took."""
     seen = MappedSeen()
     log = logging.getLogger("bireme.kv.transfer")
     log.setLevel(logging.INFO)
     log.addHandler(seen)
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        arguments = (theirs, Path(folder), options, devices[0], pool_bytes)
-        encoder = multiprocessing.get_context("spawn").Process(target=encode, args=arguments)
-        encoder.start()
-        share, pool = make_share(Path(folder), "reader", options, devices[1], pool_bytes)
+        encoder.send((Path(folder), pool_bytes))
+        share, pool = make_share(Path(folder), "reader", options, device, pool_bytes)
         try:
             seconds, is_equal = [], True
             for number in range(options.count):
-                took_s, rows = fetch_one(ours, number, share)
+                took_s, rows = fetch_one(encoder, number, share)
                 seconds.append(took_s)
                 expected = picture(number, options, torch.device("cpu"))
                 is_equal &= torch.equal(rows.cpu(), expected)
-            ours.send(None)
-            is_freed = bool(ours.recv()) and (pool is None or pool.num_free == pool_bytes // row_bytes(options))
+            encoder.send(None)
+            is_freed = bool(encoder.recv()) and (pool is None or pool.num_free == pool_bytes // row_bytes(options))
         finally:
             share.close()
-            ours.close()
-            encoder.join(TIMEOUT_S)
             log.removeHandler(seen)
+        encoder.send(None)
+        encoder.recv()
     median = sorted(seconds)[len(seconds) // 2]
     return {"is_equal": is_equal, "is_freed": is_freed, "num_mapped": seen.count, "median_ms": round(median * 1e3, 3)}
 
@@ -129,8 +135,17 @@ def fetch_one(encoder: Any, number: int, share: EmbeddingShare) -> tuple[float, 
     return took_s, torch.frombuffer(found, dtype=DTYPE).view(handle.num_tokens, -1)
 
 
-def encode(commands: Any, folder: Path, options: argparse.Namespace, device: torch.device, pool_bytes: int) -> None:
-    """The other process: a picture for each number that it is told, until None."""
+def encode(commands: Any, options: argparse.Namespace, device: torch.device) -> None:
+    """The other process: for each folder and size of a pool, pictures until None; until nobody asks any more."""
+    with contextlib.suppress(EOFError):
+        while True:
+            encode_one_way(commands, *commands.recv(), options, device)
+
+
+def encode_one_way(
+    commands: Any, folder: Path, pool_bytes: int, options: argparse.Namespace, device: torch.device
+) -> None:
+    """A picture for each number that it is told, until None; the share stays until the reader has closed its own."""
     share, pool = make_share(folder, "encoder", options, device, pool_bytes)
     while (number := commands.recv()) is not None:
         rows = TensorRows(picture(number, options, device))
@@ -139,8 +154,9 @@ def encode(commands: Any, folder: Path, options: argparse.Namespace, device: tor
     while pool is not None and pool.num_free < pool_bytes // row_bytes(options) and time.monotonic() < deadline:
         time.sleep(0.01)
     commands.send(pool is None or pool.num_free == pool_bytes // row_bytes(options))
-    commands.poll(TIMEOUT_S)
+    commands.recv()  # the reader has closed its own
     share.close()
+    commands.send(None)
 
 
 def row_bytes(options: argparse.Namespace) -> int:
