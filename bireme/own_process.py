@@ -100,6 +100,12 @@ def reuse_memory() -> None:
                 set_option(option, num_bytes)
 
 
+def give_back_memory() -> None:
+    """Return the pages of freed memory to the kernel: after a load, which leaves much of it."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def reused_memory_environment() -> dict[str, str]:
     """Return what has a program that is not ours do the same."""
     return {variable: str(num_bytes) for variable, (_, num_bytes) in _MALLOC.items() if variable not in os.environ}

@@ -38,7 +38,7 @@ from bireme.kv.wire.step_records import StepRing
 from bireme.messages import Capacity
 from bireme.metrics import Registry, limits_of, use_buckets
 from bireme.observability.otlp import engine_endpoint
-from bireme.own_process import freeze_gc, reuse_memory
+from bireme.own_process import freeze_gc, give_back_memory, reuse_memory
 from bireme.own_work import SUFFIX, OwnWork
 from bireme.stop_signals import on_stop_signal
 from bireme.text.tokenizer_files import text_revision
@@ -85,6 +85,7 @@ class EngineProcess:
             return self._give_up(error)
         on_stop_signal(lambda number: self._has_ended.set())
         freeze_gc()  # collections need not look at the loaded objects
+        give_back_memory()
         reuse_memory()
         assert self._engine is not None
         self._server.open(self._engine, gate)
