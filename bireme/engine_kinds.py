@@ -22,6 +22,7 @@ class EngineKind:
     scores_prompts: bool = True  # log probabilities of the prompt's own tokens
     rests_best_effort: bool = True  # requests of priority 0 sit out steps for others (best_effort.py)
     tells_prices: bool = False  # with its load, what prompts cost it
+    has_footprint: bool = False  # its memory is counted before it starts (launch/footprint)
     follows_triggers: bool = False  # guides that a token begins (`trigger` of guided_decoding)
     modules: tuple[str, ...] = ()  # imported by its process
     remedy: str = ""  # how to get these
@@ -35,6 +36,7 @@ ENGINE_KINDS: dict[EngineName, EngineKind] = {
         makes_embeddings=True,
         tells_prices=True,
         follows_triggers=True,
+        has_footprint=True,
         modules=("torch", "transformers", "safetensors"),
         remedy="pip install -e .[torch]",
         video_modules=("diffusers", "accelerate"),

@@ -8,6 +8,9 @@ One line for each finding: file, line, error or warning, key, value, the reason,
 engine YAMLs are held against its API for every release that bireme drives, or the one that `engine_version` names.
 With --json the last line is one JSON document.
 
+Where a worker's model is on this machine, lines follow of what its engines take of memory: weights, KV pool, the
+largest step. What can't fit is an error; what fits only while pools are not full, or after a load, is a warning.
+
 Exit codes: 0 every recipe can be served (warnings may have been printed); 1 a recipe has an error; 2 there is no
 recipe where one was named.
 """
@@ -23,7 +26,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import CHECKOUT
-from bireme.launch.recipe_check import Finding, check_folder
+from bireme.launch.footprint.launch_footprint import LaunchFootprint
+from bireme.launch.footprint.machine_memory import read_machine
+from bireme.launch.recipe_check import Finding, check_folder, footprint_of
 
 GOOD, BAD, WRONG = 0, 1, 2
 
@@ -34,8 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [name for name in options.recipes if not recipe_folders(Path(name))]
     for name in missing:
         print(f"{name}: no recipe.yaml there; name a recipe's folder, such as recipes/tiny", file=sys.stderr)
-    found = {str(folder): check_folder(folder) for folder in folders}
-    report(found)
+    machine = read_machine()
+    found = {str(folder): check_folder(folder, machine) for folder in folders}
+    report(found, {str(folder): footprint_of(folder, machine) for folder in folders})
     if options.json:
         print(json.dumps({name: [finding.to_json() for finding in findings] for name, findings in found.items()}))
     if missing or not folders:
@@ -66,7 +72,7 @@ def is_error(warnings_count: bool) -> Callable[[Finding], bool]:
     return lambda finding: warnings_count or finding.severity == "error"
 
 
-def report(found: dict[str, list[Finding]]) -> None:
+def report(found: dict[str, list[Finding]], sizes: dict[str, LaunchFootprint | None]) -> None:
     for name, findings in found.items():
         for finding in findings:
             print(finding)
@@ -74,6 +80,10 @@ def report(found: dict[str, list[Finding]]) -> None:
         warnings = len(findings) - errors
         words = [f"{errors} error(s)"] * bool(errors) + [f"{warnings} warning(s)"] * bool(warnings)
         print(f"{name}: {', '.join(words) or 'good'}")
+        footprint = sizes[name]
+        if footprint is not None and any(worker.engine is not None for worker in footprint.workers):
+            for line in footprint.lines():
+                print(f"{name}: {line}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from bireme.engines.trtllm.problems import errors
 from bireme.errors import ConfigError
 from bireme.gguf.folder import gguf_files
 from bireme.gguf.head import SUFFIX
+from bireme.launch.footprint.launch_footprint import LaunchFootprint
+from bireme.launch.footprint.machine_memory import read_machine
 from bireme.launch.installation import Installation, find_installation, find_libpython
 from bireme.launch.ports import Listener, is_free
 from bireme.launch.processes import command_line
@@ -75,6 +77,7 @@ def check_all(
         problems += check_installation(installation)
     except ConfigError as error:
         problems.append(str(error))
+    problems += check_memory(recipe, num_stubs, environment)
     problems += check_shared_memory(needed_shm_mib(recipe, num_stubs))
     problems += check_disk(run_folder, _RUN_FOLDER_MIB)
     problems += check_socket_paths(run_folder)
@@ -261,6 +264,18 @@ def check_request_log(recipe: Recipe) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def check_memory(recipe: Recipe, num_stubs: int, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What can't fit. What may not fit is a warning; what each engine takes is logged."""
+    footprint = LaunchFootprint(recipe, read_machine(environment), num_stubs)
+    for line in footprint.lines():
+        logger.info("memory %s", line)
+    found = list(footprint.problems())
+    for problem in found:
+        if not problem.is_error:
+            logger.warning("memory_warning text=%s", problem)
+    return [str(problem) for problem in found if problem.is_error]
 
 
 def needed_shm_mib(recipe: Recipe, num_stubs: int) -> int:

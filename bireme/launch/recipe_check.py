@@ -19,6 +19,9 @@ from bireme.engines.config import check_values, refusals
 from bireme.engines.trtllm import pair_rules
 from bireme.engines.trtllm.problems import NOTHING, Problem, show
 from bireme.errors import ConfigError
+from bireme.launch.footprint.launch_footprint import LaunchFootprint
+from bireme.launch.footprint.machine_memory import MachineMemory
+from bireme.launch.repository import used_models
 from bireme.launch.yaml_source import Keys, Place, YamlSource, read_source
 from bireme.recipe_files import check_rules, make_recipe, recipe_tree
 from bireme.sampling import check_defaults
@@ -48,8 +51,8 @@ class Finding:
         return asdict(self)
 
 
-def check_folder(folder: Path) -> list[Finding]:
-    """Return findings in the order of the recipe's files."""
+def check_folder(folder: Path, machine: MachineMemory | None = None) -> list[Finding]:
+    """Return findings in the order of the recipe's files. `machine`: whose memory is to hold it."""
     try:
         source = read_sources(folder)
         tree = recipe_tree(folder, "")
@@ -57,10 +60,23 @@ def check_folder(folder: Path) -> list[Finding]:
         return [_not_yaml(error, folder)]
     except (ConfigError, OSError, UnicodeDecodeError) as error:
         return [Finding(str(folder / "recipe.yaml"), 1, "", "", str(error), "")]
-    return sorted(_check(folder, tree, source), key=lambda finding: (finding.file, finding.line))
+    return sorted(_check(folder, tree, source, machine), key=lambda finding: (finding.file, finding.line))
 
 
-def _check(folder: Path, tree: dict[str, Any], source: YamlSource) -> Iterator[Finding]:
+def footprint_of(folder: Path, machine: MachineMemory) -> LaunchFootprint | None:
+    """Return what the recipe's launch takes of this machine; None: the recipe has errors."""
+    try:
+        recipe = make_recipe(recipe_tree(folder, ""), folder)
+        return LaunchFootprint(recipe, machine, _num_stubs(recipe))
+    except (ConfigError, OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+
+
+def _num_stubs(recipe: Recipe) -> int:
+    return sum(len(recipe.instances(model)) for models in used_models(recipe) for model in models)
+
+
+def _check(folder: Path, tree: dict[str, Any], source: YamlSource, machine: MachineMemory | None) -> Iterator[Finding]:
     for repeated in source.repeated:
         reason = f"written twice, first in line {repeated.first.line}; the last one counts"
         yield _finding(source, repeated.keys, "", reason, "remove one", place=repeated.second)
@@ -71,9 +87,18 @@ def _check(folder: Path, tree: dict[str, Any], source: YamlSource) -> Iterator[F
     findings = [_from_problem(problem, source) for problem in pair_rules.check_recipe(recipe)]
     findings += _check_engines(recipe, source)
     findings += _check_models(recipe, source)
+    if machine is not None and not any(finding.severity == "error" for finding in [*found, *findings]):
+        findings += _check_memory(recipe, source, machine)
     said = {finding.key for finding in findings if finding.severity == "error"}
     yield from findings
     yield from (finding for finding in _check_rules(recipe, tree, source, folder) if finding.key not in said)
+
+
+def _check_memory(recipe: Recipe, source: YamlSource, machine: MachineMemory) -> Iterator[Finding]:
+    for problem in LaunchFootprint(recipe, machine, _num_stubs(recipe)).problems():
+        severity: Literal["error", "warning"] = "error" if problem.is_error else "warning"
+        keys = tuple(problem.key.split("."))
+        yield _finding(source, keys, problem.value, problem.reason, problem.remedy, severity)
 
 
 def _check_rules(recipe: Recipe, tree: dict[str, Any], source: YamlSource, folder: Path) -> Iterator[Finding]:

@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/quantized_gpu.py": ("--quick",),
     "benchmarks/guided_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
+    "benchmarks/memory_estimate.py": ("--quick", "--cases", "llama", "--device", "cpu"),
     "benchmarks/kv_tiers.py": ("--shape", "tiny", "--quick", "--threads", "1"),
     "benchmarks/seeded_streams.py": (
         *("models/tiny-chat", "--dtype", "float32", "--streams", "4", "--tokens", "6", "--batch", "2"),

@@ -1,0 +1,157 @@
+"""What one torch engine takes of memory: its weights, its KV pool, its largest step, and the libraries in its process.
+
+Everything that follows from the model is counted with the engine's own rules (dtype, limits, pool sizes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from bireme.config import EngineConfig
+from bireme.engines.torch.geometry import EngineLimits, LayerGroup, group_layers
+from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes
+from bireme.engines.torch.weights import architectures, dtypes
+from bireme.engines.torch.weights.limits import narrow_windows, resolve_limits
+from bireme.errors import ConfigError
+from bireme.launch.footprint.config_fields import ConfigFields
+from bireme.launch.footprint.decoder_shape import DecoderShape, Parameters
+from bireme.launch.footprint.step_bytes import StepWidths, modules_step, packed_step
+from bireme.launch.footprint.weight_files import WeightFiles
+
+_FLOAT_BYTES = 4
+GPU_CONTEXT_BYTES = 600 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What an engine meets on its machine."""
+
+    gpu_bytes: int = 0  # of its GPU, all of it; 0: there is none
+    has_compiler: bool = True  # of C++: its kernels for CPUs
+    shares_weights: bool = False  # with the memory service
+    gpu_neighbors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFootprint:
+    """Bytes, of the device where nothing else is said. `load`: what a load takes beyond the rest, for a while."""
+
+    dtype: str
+    weights: int
+    pool: int  # KV
+    step: int  # the largest one
+    load: int
+    groups: tuple[LayerGroup, ...]
+    num_blocks: tuple[int, ...]  # of each group
+    limits: EngineLimits
+
+    @property
+    def pool_tokens(self) -> int:
+        """Return the tokens whose keys and values the pool holds; of layers with windows alone: of their windows."""
+        full = [count for group, count in zip(self.groups, self.num_blocks, strict=True) if not group.window]
+        return (full or [max(self.num_blocks)])[0] * self.limits.tokens_per_block
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Return what a token takes while all layers see it."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.pool + self.step
+
+
+class EngineSizes:
+    """Of one model under one configuration. `footprint` is asked again for other surroundings."""
+
+    def __init__(self, config: EngineConfig, shape: DecoderShape, files: WeightFiles | None) -> None:
+        self.config, self.shape, self.files = config, shape, files if config.load_format != "dummy" else None
+
+    def footprint(self, around: Surroundings) -> EngineFootprint:
+        """Raises ConfigError by the engine's own rules."""
+        config, shape = self.config, self.shape
+        limits = resolve_limits(config, _namespace(shape.text))
+        dtype = dtypes.choose(config.dtype, shape.text.dtype or self.own_dtype, bool(around.gpu_bytes))
+        windows = config.kv_cache_config.max_attention_window
+        longest = shape.text.size("max_position_embeddings", "n_positions", default=0, least=0)
+        groups = group_layers(narrow_windows(shape.geometry(dtype), windows, longest))
+        has_decoder = shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")
+        weights, load = self._weights(dtype, has_decoder, limits, around)
+        step = _step_bytes(shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
+        available = CPU_POOL_BYTES
+        if around.gpu_bytes:
+            free = around.gpu_bytes - GPU_CONTEXT_BYTES - weights
+            memory = GpuMemory(around.gpu_bytes, free, weights, step)
+            fraction = config.kv_cache_config.free_gpu_memory_fraction
+            available = gpu_pool_bytes(memory, fraction, around.gpu_neighbors)
+        try:
+            counts = pool_sizes(config, limits, groups, available)
+        except ConfigError:
+            if not around.gpu_bytes or config.kv_cache_config.max_tokens is not None:
+                raise
+            counts = [0] * len(groups)  # by this count: the engine itself measures
+        size = limits.tokens_per_block
+        pool = sum((count + 1) * size * group.bytes_per_token for count, group in zip(counts, groups, strict=True))
+        return EngineFootprint(
+            dtype=dtype,
+            weights=weights,
+            pool=pool,
+            step=step,
+            load=load,
+            groups=groups,
+            num_blocks=tuple(counts),
+            limits=limits,
+        )
+
+    @property
+    def own_dtype(self) -> str | None:
+        """Return the dtype of the files' matrices; None: it is not known."""
+        names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+        found = {names.get(name) for name in self.files.dtypes} if self.files is not None else set()
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def parameters(self) -> Parameters:
+        return self.shape.parameters if self.files is None else self.files.parameters
+
+    def _weights(self, dtype: str, has_decoder: bool, limits: EngineLimits, around: Surroundings) -> tuple[int, int]:
+        """Return the weights' bytes once they are loaded, and what the load takes beyond these."""
+        count, size = self.parameters, dtypes.ITEM_BYTES[dtype]
+        tables = _table_bytes(self.shape, limits) if has_decoder else 0
+        plain = count.total * size + tables
+        own = self.own_dtype
+        if around.gpu_bytes:
+            return plain, 0
+        if not has_decoder or around.shares_weights:
+            return plain, 0
+        # Packed: the embeddings stay as they are, so that a tied head is a second copy of them.
+        packed_size = 2 if size == _FLOAT_BYTES and own == "bfloat16" and around.has_compiler else size
+        head = count.head or count.embeddings
+        packed = count.embeddings * size + (head + count.products) * packed_size + count.rest * _FLOAT_BYTES + tables
+        is_mapped = self.files is not None and own == dtype  # the files are, and take none of its own
+        return packed, max(0, plain * (not is_mapped) + (count.embeddings + 2 * head) * size - packed)
+
+
+def _namespace(text: ConfigFields) -> SimpleNamespace:
+    """Return what the engine's rules ask of transformers' configuration. Raises ConfigError."""
+    longest = text.size("max_position_embeddings", "n_positions", default=0, least=0)
+    ropes = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        if (block := text.block(name)) is not None:
+            for nested in [block, *(block.block(key) for key in block.tree if isinstance(block.tree[key], dict))]:
+                assert nested is not None
+                nested.size("original_max_position_embeddings", default=0, least=0)
+            ropes[name] = block.tree
+    return SimpleNamespace(max_position_embeddings=longest, vocab_size=text.size("vocab_size"), **ropes)
+
+
+def _table_bytes(shape: DecoderShape, limits: EngineLimits) -> int:
+    """Return the cosines and sines of all positions, of each kind of layer that has its own."""
+    kinds = len(set(shape.windows)) if shape.architecture == "Gemma3ForCausalLM" else 1
+    return kinds * limits.max_seq_len * shape.key_sizes[0][1] * _FLOAT_BYTES
+
+
+def _step_bytes(shape: DecoderShape, limits: EngineLimits, dtype: str, has_decoder: bool, is_gpu: bool) -> int:
+    on = StepWidths(limits.max_num_tokens, limits.max_seq_len, limits.max_batch_size, dtypes.ITEM_BYTES[dtype])
+    return packed_step(shape, on) if has_decoder and not is_gpu else modules_step(shape, on, is_gpu)

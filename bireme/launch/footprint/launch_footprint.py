@@ -1,0 +1,256 @@
+"""What a launch takes of this machine's memory, worker by worker, and what to change where that is too much.
+
+Refused is only what can't run: weights and processes beyond all there is. What may run, with luck, is a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bireme.config import Recipe
+from bireme.engines.stub.environment import devices_of, gpu_neighbors
+from bireme.engines.torch import native
+from bireme.errors import ConfigError
+from bireme.launch.footprint.config_fields import UncountedError, read_config
+from bireme.launch.footprint.decoder_shape import read_shape
+from bireme.launch.footprint.engine_footprint import (
+    GPU_CONTEXT_BYTES,
+    EngineFootprint,
+    EngineSizes,
+    Surroundings,
+)
+from bireme.launch.footprint.machine_memory import MachineMemory
+from bireme.launch.footprint.weight_files import read_weight_files
+
+# Measured by benchmarks/memory_estimate.py: torch, transformers and what an engine takes whatever its model.
+ENGINE_PROCESS_BYTES = 400 << 20
+STUB_BYTES = 60 << 20
+_SERVER_BYTES = 150 << 20  # tritonserver and the frontend
+_SURE = 0.9  # of what was counted: a launch that may fit is not refused
+_SIZED_STAGES = ("prefill", "decode")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFootprint:
+    """Of a stage's workers, which are alike."""
+
+    stage: str
+    count: int
+    gpu: int | None  # the first one's; None: the CPU
+    engine: EngineFootprint | None  # None: not known
+    reason: str = ""  # why it is not known
+    is_wrong: bool = False  # what it is counted from can't be served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitProblem:
+    key: str  # dotted, from the top of recipe.yaml
+    value: str
+    reason: str
+    remedy: str
+    is_error: bool
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, (f"{self.key}: {self.value}", self.reason, self.remedy)))
+
+
+class LaunchFootprint:
+    def __init__(self, recipe: Recipe, machine: MachineMemory, num_stubs: int) -> None:
+        """Raises nothing: what can't be counted is said in the worker's `reason`."""
+        self._recipe, self.machine, self._num_stubs = recipe, machine, num_stubs
+        self.workers = [self._worker(stage) for stage, entry in recipe.workers.items() if entry.replicas]
+
+    def lines(self) -> Iterator[str]:
+        for worker in self.workers:
+            where = "CPU" if worker.gpu is None else f"GPU {worker.gpu}"
+            head = f"{worker.stage}: {worker.count} engine{'s' * (worker.count > 1)} on {where}"
+            if worker.engine is None:
+                yield f"{head}: {worker.reason}"
+                continue
+            one = worker.engine
+            windows = ", ".join(
+                f"{group.bytes_per_token:,} B/token in {f'windows of {group.window}' if group.window else 'all'}"
+                for group in one.groups
+            )
+            load = f", while it loads {one.load // _MIB:,} MiB more" if one.load > one.pool + one.step else ""
+            process = "" if worker.gpu is not None else f", process {ENGINE_PROCESS_BYTES // _MIB:,} MiB"
+            yield (
+                f"{head}, each: weights {one.weights // _MIB:,} MiB ({one.dtype}), KV pool {one.pool // _MIB:,} MiB"
+                f" ({one.pool_tokens:,} tokens; {windows}), largest step {one.step // _MIB:,} MiB{process}{load}"
+            )
+        machine = self.machine
+        gpus = f"; GPUs of {', '.join(f'{size // _MIB:,}' for size in machine.gpus)} MiB" * bool(machine.gpus)
+        host = f"host memory: {self.host_bytes // _MIB:,} MiB with {self._num_stubs} stubs"
+        yield f"{host}; {machine.available // _MIB:,} MiB available{gpus}"
+
+    @property
+    def host_bytes(self) -> int:
+        """Return what the launch takes of host memory when its pools are full."""
+        return self._certain_bytes + sum(
+            worker.count * (worker.engine.pool + worker.engine.step)
+            for worker in self.workers
+            if worker.engine is not None and worker.gpu is None
+        )
+
+    def problems(self) -> Iterator[FitProblem]:
+        for worker in self.workers:
+            if worker.is_wrong:
+                model = self._recipe.worker_model_path(worker.stage)
+                yield FitProblem(key="model", value=model, reason=worker.reason, remedy="", is_error=True)
+            if worker.engine is not None and worker.gpu is not None:
+                yield from self._gpu_problems(worker, worker.engine)
+        yield from self._host_problems()
+
+    @property
+    def _certain_bytes(self) -> int:
+        """Return weights and processes, which are there from the start."""
+        engines = sum(worker.count for worker in self.workers)
+        engines *= 2 if self._recipe.supervisor.standby else 1
+        processes = engines * ENGINE_PROCESS_BYTES + self._num_stubs * STUB_BYTES + _SERVER_BYTES
+        return processes + self._host_weights() + self._host_tiers()
+
+    def _host_weights(self) -> int:
+        found = [
+            (self._recipe.worker_model_path(worker.stage), worker.engine.dtype, worker.count, worker.engine.weights)
+            for worker in self.workers
+            if worker.engine is not None and worker.gpu is None
+        ]
+        if self._recipe.memory_service.enabled:
+            return sum({(model, dtype): weights for model, dtype, _, weights in found}.values())
+        return sum(count * weights for _, _, count, weights in found)
+
+    def _host_tiers(self) -> int:
+        entries = self._recipe.workers.values()
+        return sum(entry.replicas * (entry.engine_config.kv_cache_config.host_cache_size or 0) for entry in entries)
+
+    def _worker(self, stage: str) -> WorkerFootprint:
+        entry = self._recipe.workers[stage]
+        gpu = self._gpu_of(stage)
+        try:
+            engine = self._engine(stage, gpu)
+        except ConfigError as error:
+            is_wrong = not isinstance(error, UncountedError)
+            return WorkerFootprint(
+                stage=stage, count=entry.replicas, gpu=gpu, engine=None, reason=str(error), is_wrong=is_wrong
+            )
+        return WorkerFootprint(stage=stage, count=entry.replicas, gpu=gpu, engine=engine)
+
+    def _engine(self, stage: str, gpu: int | None) -> EngineFootprint:
+        """Raises ConfigError where it can't be counted."""
+        recipe, entry = self._recipe, self._recipe.workers[stage]
+        if not entry.kind.has_footprint or stage not in _SIZED_STAGES:
+            raise UncountedError("not counted: no text engine of torch")
+        folder = Path(recipe.worker_model_path(stage))
+        if not folder.is_dir():
+            raise UncountedError(f"not counted: {folder} is not on this machine")
+        config = read_config(folder)
+        shape = read_shape(config)
+        is_tied = not shape.parameters.head
+        files = None  # of a quantized checkpoint: it is dequantized as it is loaded
+        if "quantization_config" not in config:
+            files = read_weight_files(folder, is_tied, len(shape.windows))
+        if files is None and config.block("vision_config") is not None:
+            raise UncountedError("not counted: a model that sees is counted from its files, and there are none")
+        around = Surroundings(
+            gpu_bytes=self.machine.gpus[gpu] if gpu is not None else 0,
+            has_compiler=_has_compiler(),
+            shares_weights=recipe.memory_service.enabled,
+            gpu_neighbors=gpu_neighbors(recipe, stage) if gpu is not None else (),
+        )
+        return EngineSizes(entry.engine_config, shape, files).footprint(around)
+
+    def _gpu_of(self, stage: str) -> int | None:
+        entry, gpus = self._recipe.workers[stage], self.machine.gpus
+        if not gpus or not entry.kind.needs_model:
+            return None
+        index = devices_of(entry, stage)[0] if entry.devices else 0
+        return index if index < len(gpus) else None
+
+    def _gpu_problems(self, worker: WorkerFootprint, engine: EngineFootprint) -> Iterator[FitProblem]:
+        assert worker.gpu is not None
+        size, below = self.machine.gpus[worker.gpu], f"workers.{worker.stage}.engine_config"
+        room = size - GPU_CONTEXT_BYTES - engine.weights - engine.step
+        if room < 0:
+            yield FitProblem(
+                key=f"{below}.dtype",
+                value=engine.dtype,
+                reason=f"weights of {engine.weights // _MIB:,} MiB and a step of {engine.step // _MIB:,} MiB do not fit"
+                f" GPU {worker.gpu}, which has {size // _MIB:,} MiB",
+                remedy="take a smaller model or a larger GPU",
+                is_error=_SURE * engine.weights > size,
+            )
+        elif engine.pool > room:
+            yield FitProblem(
+                key=f"{below}.kv_cache_config.max_tokens",
+                value=str(engine.pool_tokens),
+                reason=f"a KV pool of {engine.pool // _MIB:,} MiB does not fit beside weights and steps",
+                remedy=f"set {room // engine.bytes_per_token - engine.limits.tokens_per_block} or less",
+                is_error=_SURE * (engine.pool + engine.weights) > size,
+            )
+
+    @property
+    def _on_host(self) -> list[tuple[WorkerFootprint, EngineFootprint]]:
+        return [(worker, worker.engine) for worker in self.workers if worker.engine is not None and worker.gpu is None]
+
+    def _host_problems(self) -> Iterator[FitProblem]:
+        machine, certain, found = self.machine, self._certain_bytes, self._on_host
+        if not found or not machine.available:
+            return
+        worker, engine = max(found, key=lambda pair: pair[0].count * pair[1].weights)
+        room = machine.available - certain
+        steps, pools, loads = (
+            sum(each.count * getattr(one, name) for each, one in found) for name in ("step", "pool", "load")
+        )
+        if room < 0:
+            yield self._shortage(worker, engine, certain)
+        elif pools + steps > room:
+            yield self._pool_problem(worker, engine, max(0, room - steps))
+        elif loads > room:
+            yield FitProblem(
+                key=f"workers.{worker.stage}.engine_config.dtype",
+                value=engine.dtype,
+                reason=f"while weights are loaded and put in order they take {loads // _MIB:,} MiB more, and"
+                f" {room // _MIB:,} MiB are left of what is available",
+                remedy="set bfloat16, or have swap for the load",
+                is_error=False,
+            )
+
+    def _shortage(self, worker: WorkerFootprint, engine: EngineFootprint, certain: int) -> FitProblem:
+        """Weights and processes alone are too much."""
+        machine, each = self.machine, engine.weights + ENGINE_PROCESS_BYTES
+        most = (machine.available - certain + worker.count * each) // each
+        key, value, remedy = "engine_config.dtype", engine.dtype, "take a smaller model or more memory"
+        if worker.count > 1 and most >= 1 and not self._recipe.memory_service.enabled:
+            key, value, remedy = "replicas", str(worker.count), f"set {most}, or memory_service.enabled: true"
+        return FitProblem(
+            key=f"workers.{worker.stage}.{key}",
+            value=value,
+            reason=f"weights and processes take {certain // _MIB:,} MiB of host memory, and"
+            f" {machine.available // _MIB:,} MiB are available",
+            remedy=remedy,
+            is_error=_SURE * certain > machine.available + machine.swap,
+        )
+
+    def _pool_problem(self, worker: WorkerFootprint, engine: EngineFootprint, room: int) -> FitProblem:
+        """Full pools do not fit in `room`."""
+        per_token = sum(each.count * one.bytes_per_token for each, one in self._on_host)
+        size = engine.limits.tokens_per_block
+        tokens = max(0, (room // per_token // size - 1) * size)  # one block is padding
+        return FitProblem(
+            key=f"workers.{worker.stage}.engine_config.kv_cache_config.max_tokens",
+            value=str(engine.pool_tokens),
+            reason=f"full KV pools do not fit in the {room // _MIB:,} MiB that weights, processes and steps leave",
+            remedy=f"set {tokens} or less in each worker" if tokens else "take a smaller model or more memory",
+            is_error=False,
+        )
+
+
+def _has_compiler() -> bool:
+    try:
+        native.find_compiler()
+    except (native.NativeUnavailableError, ValueError):
+        return False
+    return True

@@ -1,0 +1,157 @@
+"""What a launch takes of a machine, and what is refused, or warned of, where that is too much."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bireme.config import CHECKOUT
+from bireme.launch.footprint.launch_footprint import ENGINE_PROCESS_BYTES, LaunchFootprint
+from bireme.launch.footprint.machine_memory import MachineMemory, read_machine
+from bireme.recipe_files import load_recipe
+
+GIB = 1 << 30
+SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_8B = SHAPE | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Make a recipe of an 8B model without weights."""
+    model = tmp_path / "model"
+    model.mkdir()
+
+    def make(changes=None, engine=None, **settings):
+        (model / "config.json").write_text(json.dumps(LLAMA_8B | (changes or {})))
+        config = {"dtype": "bfloat16", "load_format": "dummy"} | (engine or {})
+        tree = {"model": str(model), "workers": {"decode": {"engine": "torch", "engine_config": config} | settings}}
+        (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
+        return load_recipe(str(tmp_path))
+
+    return make
+
+
+def problems(recipe, machine):
+    return list(LaunchFootprint(recipe, machine, 4).problems())
+
+
+def test_an_8b_model_takes_its_parameters_and_a_pool_of_a_gib_on_a_cpu(recipe):
+    footprint = LaunchFootprint(recipe(), MachineMemory(64 * GIB), 4)
+    engine = footprint.workers[0].engine
+    tables = 131072 * 128 * 4
+    assert engine.weights - tables == pytest.approx(2 * 8_030_261_248, rel=1e-3)
+    assert engine.bytes_per_token == 2 * 8 * 128 * 2 * 32
+    assert engine.pool_tokens == GIB // engine.bytes_per_token // 32 * 32
+    assert problems(recipe(), MachineMemory(64 * GIB)) == []
+
+
+def test_weights_beyond_all_memory_are_refused_with_what_is_there(recipe):
+    (found,) = problems(recipe(), MachineMemory(8 * GIB))
+    assert found.is_error and found.key == "workers.decode.engine_config.dtype"
+    assert "8,192 MiB are available" in str(found)
+
+
+def test_replicas_that_do_not_fit_are_told_how_many_would(recipe):
+    (found,) = problems(recipe(replicas=3), MachineMemory(40 * GIB))
+    assert (found.is_error, found.key, found.value) == (True, "workers.decode.replicas", "3")
+    assert found.remedy == "set 2, or memory_service.enabled: true"
+
+
+def test_a_pool_that_does_not_fit_is_a_warning_with_the_tokens_that_would(recipe):
+    (found,) = problems(recipe(engine={"kv_cache_config": {"max_tokens": 200_000}}), MachineMemory(22 * GIB))
+    assert not found.is_error and found.key.endswith("kv_cache_config.max_tokens") and found.value == "200000"
+    tokens = int(found.remedy.split()[1])
+    fits = recipe(engine={"kv_cache_config": {"max_tokens": tokens}})
+    assert problems(fits, MachineMemory(22 * GIB)) == []
+
+
+def test_swap_turns_a_refusal_into_a_warning(recipe):
+    (found,) = problems(recipe(), MachineMemory(8 * GIB, swap=16 * GIB))
+    assert not found.is_error
+
+
+def test_a_pool_on_a_gpu_is_what_weights_and_steps_leave(recipe):
+    footprint = LaunchFootprint(recipe(), MachineMemory(64 * GIB, gpus=(80 * GIB,)), 4)
+    engine = footprint.workers[0].engine
+    assert 0.8 * 80 * GIB < engine.total < 0.95 * 80 * GIB
+    assert footprint.host_bytes < 2 * GIB
+    assert list(footprint.problems()) == []
+
+
+def test_a_gpu_that_is_too_small_is_refused_by_its_size(recipe):
+    (found,) = problems(recipe(), MachineMemory(64 * GIB, gpus=(12 * GIB,)))
+    assert found.is_error and "which has 12,288 MiB" in str(found)
+
+
+def test_engines_on_one_gpu_share_it(recipe):
+    machine = MachineMemory(64 * GIB, gpus=(80 * GIB,))
+    alone = LaunchFootprint(recipe(), machine, 4).workers[0].engine
+    shared = LaunchFootprint(recipe(replicas=2), machine, 4).workers[0].engine
+    assert 2 * shared.total <= 0.91 * 80 * GIB < 2 * alone.total
+
+
+def test_with_the_memory_service_weights_count_once(recipe):
+    made = recipe(replicas=3)
+    with_service = load_recipe(made.folder, '{"memory_service": {"enabled": true}}')
+    own, shared = (LaunchFootprint(each, MachineMemory(99 * GIB), 4).host_bytes for each in (made, with_service))
+    assert own - shared == pytest.approx(2 * 16 * GIB, rel=0.1)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": -1}, {"num_hidden_layers": 1 << 40}, {"rope_scaling": "long"}])
+def test_a_config_that_lies_is_refused_before_anything_starts(recipe, changes):
+    (found,) = problems(recipe(changes), MachineMemory(64 * GIB))
+    assert found.is_error and next(iter(changes)) in str(found)
+
+
+def test_a_setting_beyond_the_model_is_refused_by_the_engine_s_own_rule(recipe):
+    (found,) = problems(recipe(engine={"max_seq_len": 1 << 20}), MachineMemory(64 * GIB))
+    assert found.is_error and "max_seq_len: 1048576" in str(found)
+
+
+def test_a_quantized_checkpoint_takes_what_it_does_once_it_is_dequantized(recipe):
+    plain, quantized = (
+        LaunchFootprint(recipe(changes), MachineMemory(64 * GIB), 4).workers[0].engine.weights
+        for changes in ({}, {"quantization_config": {"quant_method": "fp8"}})
+    )
+    assert quantized == plain
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": None}, {"architectures": ["T5ForConditionalGeneration"]}])
+def test_what_can_t_be_counted_is_said_and_refuses_nothing(recipe, changes):
+    made, machine = recipe(changes), MachineMemory(64 * GIB)
+    assert problems(made, machine) == []
+    assert "not counted" in next(LaunchFootprint(made, machine, 4).lines())
+
+
+def test_lines_name_each_part(recipe):
+    worker, host = LaunchFootprint(recipe(), MachineMemory(64 * GIB), 4).lines()
+    assert all(part in worker for part in ("weights 15,", "KV pool 1,0", "131,072 B/token", "largest step", "process"))
+    assert "65,536 MiB available" in host
+
+
+def test_this_machine_has_memory_and_an_engine_s_process_fits():
+    machine = read_machine()
+    assert machine.available > ENGINE_PROCESS_BYTES
+
+
+def test_a_size_is_told_without_torch():
+    code = (
+        "import sys; from bireme.launch.footprint import launch_footprint as footprint;"
+        "from bireme.recipe_files import load_recipe;"
+        "machine = footprint.MachineMemory(1 << 40);"
+        "assert footprint.LaunchFootprint(load_recipe('recipes/tiny'), machine, 4).workers[0].engine;"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
