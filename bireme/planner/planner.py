@@ -98,12 +98,22 @@ class WorkerPlanner:
         elif self._settings.target == "load":
             needs, why = self._needs_by_queues(observation)
         elif self._lengths is None:
-            return self._hold(observation, now, "missing: prompt_tokens, output_tokens of any interval")
+            return self._without_lengths(observation, now)
         else:
             load = self._expected_load(observation)
             self._learn_corrections(observation)
             needs, why = self._needs_by_table(load)
         return self._conclude(observation, now, needs, [why, *notes])
+
+    def _without_lengths(self, observation: Observation, now: float) -> ScalingDecision:
+        """Nothing can be sized; but who finds no worker at all never gets a length."""
+        assert observation.prefill is not None and observation.decode is not None
+        have = observation.prefill.num_workers, observation.decode.num_workers
+        if min(have) > 0:
+            return self._hold(observation, now, "missing: prompt_tokens, output_tokens of any interval")
+        return self._conclude(
+            observation, now, (max(have[0], 1), max(have[1], 1)), ["requests wait for a first worker"]
+        )
 
     # What is learned
 
@@ -119,7 +129,7 @@ class WorkerPlanner:
         assert observation.prefill is not None and observation.decode is not None and self._lengths is not None
         stages = {"prefill": observation.prefill, "decode": observation.decode}
         is_steady = all(
-            stage.num_starting == 0 and stage.num_ready == self._num_ready[name] for name, stage in stages.items()
+            stage.num_starting == 0 and 0 < stage.num_ready == self._num_ready[name] for name, stage in stages.items()
         )
         self._num_ready = {name: stage.num_ready for name, stage in stages.items()}
         if not is_steady or (observation.num_requests or 0) < _ENOUGH_REQUESTS:
@@ -211,8 +221,8 @@ class WorkerPlanner:
         fewer_kv = decode.kv_usage * decode.num_ready / max(decode.num_ready - 1, 1)
         by_decode = (decode.kv_usage > _HIGH_KV or has_queue) - (fewer_kv < _LOW_KV and not has_queue)
         needs = (
-            prefill.num_workers + (0 if prefill.num_starting else by_prefill),
-            decode.num_workers + (0 if decode.num_starting else by_decode),
+            max(prefill.num_workers + (0 if prefill.num_starting else by_prefill), 1),
+            max(decode.num_workers + (0 if decode.num_starting else by_decode), 1),
         )
         why = f"{waiting:.1f} prompts wait a prefill worker, decode uses {decode.kv_usage:.0%} of its KV"
         return needs, f"{why}, {decode.num_waiting} wait there (load)"
@@ -231,7 +241,8 @@ class WorkerPlanner:
         for stage, one, count in zip(("prefill", "decode"), have, wanted, strict=True):
             direction = self._directions[stage]
             direction.needed(now, count)
-            found, against = direction.allow(now, one, count, self._is_idle(observation))
+            # From none one comes at once: without any, requests fail.
+            found, against = direction.allow(now, one, count, self._is_idle(observation)) if one else (count, "")
             allowed.append(found)
             if against:
                 reasons.append(f"{stage}: {against}")
@@ -260,7 +271,7 @@ class WorkerPlanner:
 
 
 def _fewest(bounds: StageBounds, does: Callable[[int], bool]) -> int:
-    return next((count for count in range(bounds.minimum, bounds.maximum + 1) if does(count)), bounds.maximum)
+    return next((count for count in range(max(bounds.minimum, 1), bounds.maximum + 1) if does(count)), bounds.maximum)
 
 
 def _smooth(known: float, found: float) -> float:

@@ -7,13 +7,13 @@ from typing import Literal
 import msgspec
 
 from bireme.errors import ConfigError
-from bireme.settings import Duration, Positive, PositiveDuration
+from bireme.settings import Duration, NotNegative, Positive, PositiveDuration
 
 PlannerTarget = Literal["throughput", "latency", "load", "sla"]
 
 
 class StageBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    minimum: Positive = 1
+    minimum: NotNegative = 1  # 0: without requests there may be none; with some there is one at least
     maximum: Positive = 64
     gpus: Positive = 1  # of a worker
 

@@ -273,3 +273,20 @@ def test_a_missing_library_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "statsmodels.tsa.statespace.structural", None)
     with pytest.raises(ConfigError, match=r"kalman needs statsmodels .*pip install 'bireme\[planner\]'"):
         make_predictor("kalman")
+
+
+@pytest.mark.parametrize("target", ["sla", "throughput", "load"])
+def test_a_minimum_of_none_holds_while_nobody_asks_and_the_first_request_brings_one_back(target):
+    bounds = StageBounds(minimum=0)
+    one = planner(target=target, prefill=bounds, decode=bounds)
+    assert sizes(one.decide(seen(60.0, requests=3), 60.0)) == (1, 1)
+    assert sizes(one.decide(seen(120.0, requests=0), 120.0)) == (0, 0)
+    asked = seen(180.0, requests=1, prefill=stage(0), decode=stage(0, waiting=1))
+    assert sizes(one.decide(asked, 180.0)) == (1, 1)  # whatever direction it has just taken
+
+
+def test_a_planner_that_begins_without_any_worker_has_a_first_one_for_whom_waits():
+    one = planner(prefill=StageBounds(minimum=0), decode=StageBounds(minimum=0))
+    asked = {"prefill": stage(0), "decode": stage(0, waiting=1), "prompt_tokens": None, "output_tokens": None}
+    decision = one.decide(seen(60.0, requests=1, **asked), 60.0)
+    assert sizes(decision) == (1, 1) and "requests wait for a first worker" in decision.reason

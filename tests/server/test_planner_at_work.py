@@ -1,5 +1,6 @@
 """tools/plan.py on a launch that runs: the load doubles, halves and ends, and workers follow without a lost request."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -76,7 +77,6 @@ def launch(sample_model, tmp_path_factory):
     sample_model("llama")
     folder = tmp_path_factory.mktemp("planned")
     (folder / "key").write_text(KEY)
-    (folder / "planner.yaml").write_text(json.dumps(SETTINGS))
     admin = free_port()
     options = [*settings_words(*MOCKERS, *REPLICAS), f"--admin-port={admin}", f"--admin-key-file={folder / 'key'}"]
     with served("recipes/mocker-disagg", folder / "log", *options, ports=five_ports()) as running:
@@ -84,17 +84,33 @@ def launch(sample_model, tmp_path_factory):
 
 
 @pytest.fixture
-def planner(launch):
+def planner_of(launch):
+    """Return a function that starts the planner, with these settings changed."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**changes):
+            (launch.folder / "planner.yaml").write_text(json.dumps(SETTINGS | changes))
+            process = _started(launch)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+@pytest.fixture
+def planner(planner_of):
+    return planner_of()
+
+
+def _started(launch):
     command = [
         *(sys.executable, "tools/plan.py", f"--admin={launch.door.address}", f"--admin-key-file={launch.folder}/key"),
         *("--recipe=recipes/mocker-disagg", *settings_words(*MOCKERS)),
         *(f"--settings={launch.folder}/planner.yaml", f"--log={launch.folder}/decisions.jsonl"),
     ]
     with (launch.folder / "plan.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    yield process
-    process.kill()
-    process.wait()
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def decisions(launch):
@@ -146,3 +162,12 @@ def test_a_planner_that_is_stopped_leaves_the_deployment_as_it_is(launch):
     launch.load(4, 1)
     launch.end()
     assert launch.answers[-4:] == [8] * 4
+
+
+def test_a_launch_of_which_all_workers_sleep_wakes_for_the_first_request(launch, planner_of):
+    none = {"minimum": 0}
+    planner_of(prefill=none, decode=none, reversal_s=0)
+    wait_for(lambda: not launch.awake())
+    launch.load(1, 1)
+    launch.end()
+    assert launch.answers[-1] == 8 and launch.awake() == {"prefill": 1, "decode": 1}
