@@ -178,6 +178,8 @@ def measure_engines(folder: str, config: Any) -> None:
     for form in ALGOS:
         with case(form):
             other = Engine(folder, config, form)
+            if "resident" not in other._loaded.capacity.step_paths:
+                raise RuntimeError("its steps are computed by the modules: they are not measured")
             for rows in ROWS:
                 with case(f"{form} {rows} rows"):
                     decode_in_turns([engine for engine in (plain, other) if engine], form, rows)

@@ -56,7 +56,8 @@ def test_an_engine_answers_as_its_reference_does(path, monkeypatch, algo):
         tokens = engine.run([request(prompt, 4) for prompt in make_prompts(20, 3, seed=1)])
     assert [len(one) for one in tokens] == [4, 4]
     steps = ["prompt", "decode step"]
-    assert [what for what, _ in compared] == [*steps, "mixed prompt of 40", "mixed decode step after 40"]
+    layer = [f"layer's {part} of {rows}" for rows in (1, 4, 40) for part in ("QKV", "MLP")]
+    assert [what for what, _ in compared] == [*layer, *steps, "mixed prompt of 40", "mixed decode step after 40"]
     assert max(error for _, error in compared) < 0.02
 
 

@@ -93,6 +93,11 @@ class Modules:
 
             self._make_step = partial(KernelStep, flash=flash or FlashAttention())
 
+    @property
+    def first_layer(self) -> Any:
+        """Of a decoder as Llama's."""
+        return self._model.model.layers[0]
+
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
         assert batch.logits_rows is not None
