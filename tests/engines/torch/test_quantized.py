@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from bireme.engines.torch.images.vision_tower import load_vision_tower
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
 from bireme.engines.torch.weights.quantized.methods import METHODS
 from bireme.engines.torch.weights.shared_weights import weights_id
-from tests.engines.torch import tiny_models
-from tests.engines.torch.quantized_checkpoints import LAYOUTS, Layout, write
+from tests.engines.torch import picture_models, tiny_models
+from tests.engines.torch.quantized_checkpoints import LAYOUTS, Layout, rewrite, write
 from tests.engines.torch.test_disaggregated import Pair
 from tests.engines.torch.test_shared_weights import engine, service  # noqa: F401  (a fixture)
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
@@ -74,6 +76,24 @@ def test_experts_and_latent_attention_are_dequantized_too(tmp_path, kind, layout
     own = LAYOUTS[layout]
     path, expected = write(tmp_path, Layout(own.config, own.store, chooses), kind, **WIDE.get(kind, {}))
     assert_equal(read(path), expected)
+
+
+def test_a_model_that_sees_has_its_language_model_dequantized_and_its_tower_is_read_alone(tmp_path):
+    picture_models.llava(tmp_path / "plain")
+    picture_models.llava(tmp_path / "quantized")
+    stored, plain, layout = {}, {}, LAYOUTS["fbgemm"]
+    for name, weight in load_file(tmp_path / "plain" / "model.safetensors").items():
+        stored[name] = plain[name] = weight
+        if "language_model" in name and name.endswith("proj.weight"):
+            parts, plain[name] = layout.store(weight)
+            stored |= {f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()}
+    rewrite(tmp_path / "plain", plain, None)
+    rewrite(tmp_path / "quantized", stored, layout.config)
+    path, expected = str(tmp_path / "quantized"), read(str(tmp_path / "plain"))
+    assert len(stored) > len(plain)
+    assert_equal(read(path), expected)
+    tower = load_vision_tower(open_checkpoint(path), "float32", CPU)
+    assert_equal(expected, tower)
 
 
 def test_an_engine_that_maps_weights_dequantizes_nothing(tmp_path, service, caplog):  # noqa: F811

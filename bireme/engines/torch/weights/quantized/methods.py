@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,20 +176,25 @@ class Quantization:
             str(dtype).removeprefix("torch."),
             self.num_ignored,
         )
-        turn = threading.Lock()
+        thread = ThreadPoolExecutor(1, "dequantize")
         found: dict[str, Any] = {name: shards.slice(name) for name in self.plain}
-        return found | {name: _Dequantized(tensor, shards, dtype, turn) for name, tensor in self.tensors.items()}
+        return found | {name: _Dequantized(tensor, shards, dtype, thread) for name, tensor in self.tensors.items()}
 
 
 class _Dequantized:
-    """Stands for a plain tensor as safetensors' slices do: `[...]` reads it. One at a time, for the memory."""
+    """Stands for a plain tensor as safetensors' slices do: `[...]` reads it.
 
-    def __init__(self, tensor: StoredTensor, shards: Shards, dtype: torch.dtype, turn: threading.Lock) -> None:
-        self._tensor, self._shards, self._dtype, self._turn = tensor, shards, dtype, turn
+    On one thread, for the memory: transformers asks on several, and the C library keeps for each what it has used.
+    """
+
+    def __init__(self, tensor: StoredTensor, shards: Shards, dtype: torch.dtype, thread: ThreadPoolExecutor) -> None:
+        self._tensor, self._shards, self._dtype, self._thread = tensor, shards, dtype, thread
 
     def __getitem__(self, _: Any) -> Tensor:
-        with self._turn:
-            return self._tensor.form.dequantize(self._tensor.read(self._shards), self._dtype)
+        return self._thread.submit(self._make).result()
+
+    def _make(self) -> Tensor:
+        return self._tensor.form.dequantize(self._tensor.read(self._shards), self._dtype)
 
 
 def read_quantization(told: _Told | None, shards: tuple[Path, ...]) -> Quantization | None:
