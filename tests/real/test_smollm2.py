@@ -31,7 +31,7 @@ def model(client):
 def prompts(reference):
     """Real text of 10 to 900 tokens, each prompt from another place."""
     ids = reference.ids(TEXT)
-    lengths = (10, 31, 32, 33, 65, 200, 450, 900)
+    lengths = (10, 20, 31, 32, 33, 50, 65, 100, 200, 300, 450, 900)
     return [reference.tokenizer.decode(ids[place : place + n]) for place, n in enumerate(lengths)]
 
 

