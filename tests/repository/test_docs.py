@@ -11,7 +11,7 @@ import pytest
 from bireme.text.tokenizer import load_tokenizer
 from tests.repository.house import CHECKOUT, PACKAGE, functions_of, tree_of
 from tests.repository.test_imports import ROWS
-from tools import make_api_page, make_metrics_page
+from tools import make_api_page, make_metrics_page, make_models_page
 
 PAGES = ("CONTRIBUTING.md", "README.md", "docs/architecture.md", "docs/engine_process.md", "docs/glossary.md")
 TOP = ("benchmarks", "bireme", "docs", "ensembles", "model_repository", "recipes", "tests", "tools")
@@ -52,6 +52,16 @@ def test_the_page_of_metrics_is_what_their_table_makes():
 
 def test_the_page_of_endpoints_and_fields_is_what_their_structs_make():
     assert make_api_page.text() == text_of("docs/api.md"), "run tools/make_api_page.py"
+
+
+def test_the_page_of_models_is_what_the_engine_s_tables_make():
+    assert make_models_page.text() == text_of("docs/models.md"), "run tools/make_models_page.py"
+
+
+def test_a_model_class_without_a_case_that_proves_it_is_refused(monkeypatch):
+    monkeypatch.setattr(make_models_page, "PROVED", make_models_page.PROVED | {"FalconForCausalLM"})
+    with pytest.raises(ValueError, match="no case for FalconForCausalLM"):
+        make_models_page.text()
 
 
 def test_a_metric_that_no_part_of_its_page_takes_is_refused(monkeypatch):

@@ -14,6 +14,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "tools/make_api_page.py": ("--check",),
     "tools/make_dashboards.py": ("--check",),
     "tools/make_metrics_page.py": ("--check",),
+    "tools/make_models_page.py": ("--check",),
     "tools/make_sample_model.py": ("--arch", "llama", "--out", "{folder}/tiny-llama"),
     "tools/serve_nodes.py": ("--dry-run", "recipes/deepseek-r1-wide-ep"),
     "tools/simulate.py": ("agentic", "--requests", "50", "--modes", "kv,random", "--plot", "{folder}/modes.png"),
