@@ -8,6 +8,7 @@
     python tools/serve.py recipes/tiny --host 0.0.0.0                                    # OpenAI's API for the network
     python tools/serve.py recipes/tiny --discovery etcd://host:2379 --grpc-host 10.1.0.0/16  # one of several servers
 
+--model chooses dtype, context and KV pool that fit this machine, and says which; --set has the last word.
 Prints the endpoints when ready; OpenAI's API is on --openai-port. SIGTERM, SIGHUP or Ctrl-C lets requests under way
 end, then stops; a second one stops at once. GET /health/live and /health/ready on --health-port are for probes
 and load balancers.
@@ -29,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bireme.config import DEFAULT_RECIPE
+from bireme.config import DEFAULT_RECIPE, Recipe
 from bireme.discovery.records import MAX_GENERATION, LaunchFacts, check_weight
 from bireme.discovery.store import parse_address, with_discovery
 from bireme.engine_kinds import ENGINE_KINDS
@@ -39,6 +40,8 @@ from bireme.launch.canaries import CanarySettings
 from bireme.launch.config_dump import OPTION, ConfigFile, Given, State, describe
 from bireme.launch.console import LEVELS, Console
 from bireme.launch.deployment import Deployment, DeploymentSettings, advertised_address
+from bireme.launch.footprint.choice import choose
+from bireme.launch.footprint.machine_memory import read_machine
 from bireme.launch.frontend import FrontendSettings, check_frontend
 from bireme.launch.openings import check_openings
 from bireme.launch.override import add_settings, parse_setting
@@ -72,7 +75,8 @@ def launch(options: argparse.Namespace, console: Console) -> int:
         run_folder = RunFolder()
         if options.openai_port:
             check_frontend()
-        deployment = Deployment(settings_of(options, run_folder), console, run_folder)
+        settings = settings_of(options, run_folder, lambda says: console.event("model_fits", says=says))
+        deployment = Deployment(settings, console, run_folder)
     except ConfigError as error:
         if run_folder is not None:
             run_folder.remove()
@@ -338,14 +342,24 @@ def hosts_of(options: argparse.Namespace) -> Hosts:
     return Hosts(*map(host_in, named))
 
 
-def settings_of(options: argparse.Namespace, run_folder: RunFolder) -> DeploymentSettings:
-    folder = options.recipe or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE
-    if options.model:
-        folder = write_recipe(
-            run_folder.path / "recipe", options.model, disaggregated=options.disaggregated, engine=options.engine
-        )
+def recipe_of(options: argparse.Namespace, run_folder: RunFolder, override: str, say: Callable[[str], None]) -> Recipe:
+    """Return the recipe to serve; of --model with what fits this machine, which is said. Raises ConfigError."""
+    if not options.model:
+        return load_recipe(options.recipe or os.environ.get("BIREME_RECIPE") or DEFAULT_RECIPE, override)
+    folder = run_folder.path / "recipe"
+    layout: dict[str, Any] = {"disaggregated": options.disaggregated, "engine": options.engine}
+    recipe = load_recipe(write_recipe(folder, options.model, **layout), override)
+    if (fitting := choose(recipe, read_machine())) is None:
+        return recipe
+    say(fitting.says)
+    return load_recipe(write_recipe(folder, options.model, **layout, chosen=fitting.config), override)
+
+
+def settings_of(
+    options: argparse.Namespace, run_folder: RunFolder, say: Callable[[str], None] = lambda says: None
+) -> DeploymentSettings:
     override = with_discovery(add_settings(options.override, options.set), options.discovery)
-    recipe = load_recipe(folder, override)
+    recipe = recipe_of(options, run_folder, override, say)
     if options.enable_otel:
         os.environ["OTEL_EXPORT_ENABLED"] = "1"  # of everything that is started
     hosts = hosts_of(options)

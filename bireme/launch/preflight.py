@@ -267,10 +267,8 @@ def check_request_log(recipe: Recipe) -> list[str]:
 
 
 def check_memory(recipe: Recipe, num_stubs: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What can't fit. What may not fit is a warning; what each engine takes is logged."""
+    """What can't fit; what may not fit is a warning."""
     footprint = LaunchFootprint(recipe, read_machine(environment), num_stubs)
-    for line in footprint.lines():
-        logger.info("memory %s", line)
     found = list(footprint.problems())
     for problem in found:
         if not problem.is_error:

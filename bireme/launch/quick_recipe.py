@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,18 @@ from bireme.gguf.head import SUFFIX
 _OF_PARTS = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engine: EngineName = "torch") -> Path:
-    """Write `folder`/<the model's name>/recipe.yaml; return its folder. Raises ConfigError."""
+def write_recipe(
+    folder: Path,
+    model: str,
+    *,
+    disaggregated: bool = False,
+    engine: EngineName = "torch",
+    chosen: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Path:
+    """Write `folder`/<the model's name>/recipe.yaml; return its folder. Raises ConfigError.
+
+    `chosen`: more keys of each stage's engine_config.
+    """
     path = Path(model)
     if path.is_dir() or is_gguf(path):
         model = str(path.absolute() if is_gguf(path) else path.resolve())
@@ -26,7 +37,10 @@ def write_recipe(folder: Path, model: str, *, disaggregated: bool = False, engin
     recipe = folder / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model")
     recipe.mkdir(parents=True, exist_ok=True)
     # JSON is YAML, and quotes what a model's path may hold.
-    (recipe / "recipe.yaml").write_text(json.dumps(_tree(model, disaggregated, engine), indent=2), encoding="utf-8")
+    tree = _tree(model, disaggregated, engine)
+    for stage, keys in (chosen or {}).items():
+        tree["workers"][stage]["engine_config"] |= keys
+    (recipe / "recipe.yaml").write_text(json.dumps(tree, indent=2), encoding="utf-8")
     return recipe
 
 

@@ -13,6 +13,7 @@ from bireme.config import Recipe
 from bireme.engines.stub.environment import devices_of, gpu_neighbors
 from bireme.engines.torch import native
 from bireme.errors import ConfigError
+from bireme.gguf.folder import gguf_files
 from bireme.launch.footprint.config_fields import UncountedError, read_config
 from bireme.launch.footprint.decoder_shape import read_shape
 from bireme.launch.footprint.engine_footprint import (
@@ -42,6 +43,7 @@ class WorkerFootprint:
     gpu: int | None  # the first one's; None: the CPU
     engine: EngineFootprint | None  # None: not known
     reason: str = ""  # why it is not known
+    is_sure: bool = True  # weights may stay smaller than they are counted
     is_wrong: bool = False  # what it is counted from can't be served
 
 
@@ -89,7 +91,7 @@ class LaunchFootprint:
     @property
     def host_bytes(self) -> int:
         """Return what the launch takes of host memory when its pools are full."""
-        return self._certain_bytes + sum(
+        return self.certain_bytes + sum(
             worker.count * (worker.engine.pool + worker.engine.step)
             for worker in self.workers
             if worker.engine is not None and worker.gpu is None
@@ -105,7 +107,7 @@ class LaunchFootprint:
         yield from self._host_problems()
 
     @property
-    def _certain_bytes(self) -> int:
+    def certain_bytes(self) -> int:
         """Return weights and processes, which are there from the start."""
         engines = sum(worker.count for worker in self.workers)
         engines *= 2 if self._recipe.supervisor.standby else 1
@@ -136,7 +138,9 @@ class LaunchFootprint:
             return WorkerFootprint(
                 stage=stage, count=entry.replicas, gpu=gpu, engine=None, reason=str(error), is_wrong=is_wrong
             )
-        return WorkerFootprint(stage=stage, count=entry.replicas, gpu=gpu, engine=engine)
+        folder = Path(self._recipe.worker_model_path(stage))
+        is_sure = not gguf_files(folder) and "quantization_config" not in read_config(folder)
+        return WorkerFootprint(stage=stage, count=entry.replicas, gpu=gpu, engine=engine, is_sure=is_sure)
 
     def _engine(self, stage: str, gpu: int | None) -> EngineFootprint:
         """Raises ConfigError where it can't be counted."""
@@ -180,7 +184,7 @@ class LaunchFootprint:
                 reason=f"weights of {engine.weights // _MIB:,} MiB and a step of {engine.step // _MIB:,} MiB do not fit"
                 f" GPU {worker.gpu}, which has {size // _MIB:,} MiB",
                 remedy="take a smaller model or a larger GPU",
-                is_error=_SURE * engine.weights > size,
+                is_error=worker.is_sure and _SURE * engine.weights > size,
             )
         elif engine.pool > room:
             yield FitProblem(
@@ -188,7 +192,7 @@ class LaunchFootprint:
                 value=str(engine.pool_tokens),
                 reason=f"a KV pool of {engine.pool // _MIB:,} MiB does not fit beside weights and steps",
                 remedy=f"set {room // engine.bytes_per_token - engine.limits.tokens_per_block} or less",
-                is_error=_SURE * (engine.pool + engine.weights) > size,
+                is_error=worker.is_sure and _SURE * (engine.pool + engine.weights) > size,
             )
 
     @property
@@ -196,7 +200,7 @@ class LaunchFootprint:
         return [(worker, worker.engine) for worker in self.workers if worker.engine is not None and worker.gpu is None]
 
     def _host_problems(self) -> Iterator[FitProblem]:
-        machine, certain, found = self.machine, self._certain_bytes, self._on_host
+        machine, certain, found = self.machine, self.certain_bytes, self._on_host
         if not found or not machine.available:
             return
         worker, engine = max(found, key=lambda pair: pair[0].count * pair[1].weights)
@@ -231,7 +235,8 @@ class LaunchFootprint:
             reason=f"weights and processes take {certain // _MIB:,} MiB of host memory, and"
             f" {machine.available // _MIB:,} MiB are available",
             remedy=remedy,
-            is_error=_SURE * certain > machine.available + machine.swap,
+            is_error=all(each.is_sure for each, _ in self._on_host)
+            and _SURE * certain > machine.available + machine.swap,
         )
 
     def _pool_problem(self, worker: WorkerFootprint, engine: EngineFootprint, room: int) -> FitProblem:
