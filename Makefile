@@ -6,8 +6,9 @@ VENV ?= .venv
 ARGS ?=
 ROUNDS ?= 10
 CHECKOUT ?= ../vllm_backend
-# Three on two cores: tests of servers mostly wait; a fourth makes all wait longer. What runs together: tests/conftest.py.
-JOBS ?= 3
+# Unless told three, for two cores: tests of servers mostly wait, and a fourth makes all wait longer. `make unit` has
+# no servers, and four. What runs together: tests/conftest.py.
+JOBS ?=
 RUN := $(VENV)/bin/python
 # One test that hangs fails, and takes no more time than this from the others.
 TEST_LIMIT_S ?= 400
@@ -36,10 +37,10 @@ serve: models ## Serve recipes/tiny until Ctrl-C; ARGS="recipes/mocker --http-po
 	@$(RUN) tools/serve.py $(ARGS)
 
 test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k prefill"
-	@$(RUN) -m pytest -n $(JOBS) -m "not soak" --timeout=$(TEST_LIMIT_S) $(ARGS)
+	@$(RUN) -m pytest -n $(or $(JOBS),3) -m "not soak" --timeout=$(TEST_LIMIT_S) $(ARGS)
 
 unit: models ## Run the tests that start no server; ARGS="-k sampling"
-	@$(RUN) -m pytest -n $(JOBS) -m "not server and not soak" $(ARGS)
+	@$(RUN) -m pytest -n $(or $(JOBS),4) -m "not server and not soak" $(ARGS)
 
 soak: models ## Run what takes minutes: each process of every recipe killed, random faults, what images are made of
 	@$(RUN) -m pytest -m soak $(ARGS)
