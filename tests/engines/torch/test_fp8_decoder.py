@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from bireme.engines.torch.forward.decoder_weights import fuse
 from bireme.engines.torch.storage import WeightForm
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model, rounded
 from bireme.engines.torch.weights.fp8 import Fp8Linear
+from bireme.engines.torch.weights.quantized.methods import Quantization
 from bireme.engines.torch.weights.shared_weights import arrange, make_skeleton, put_in, weights_id
 from bireme.errors import ConfigError
 from tests.engines.torch import tiny_models
@@ -81,6 +84,13 @@ def test_what_is_rounded_is_another_model_and_can_be_shared(path):
         assert torch.equal(skeleton(ids).logits, model(ids).logits)
     layer = fuse(skeleton, 64).layers[0]
     assert layer.qkv.values.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def test_what_was_rounded_before_is_not_rounded_again(path):
+    quantized = replace(open_checkpoint(path), quantization=Quantization("fp8", {}, {}, (), 0))
+    assert rounded(quantized, None) is quantized
+    with pytest.raises(ConfigError, match=r"quant_config.quant_algo: 'FP8'; the checkpoint is quantized already"):
+        rounded(quantized, "FP8")
 
 
 def test_nothing_keeps_the_weights_that_were_rounded(path):

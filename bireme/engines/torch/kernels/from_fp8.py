@@ -1,42 +1,12 @@
-"""8-bit floats (E4M3) as other ones, in few instructions: Triton's own conversions cost more than reading the weights.
+"""8-bit floats (E4M3) as bfloat16, in few instructions: Triton's own conversion goes through slow ones.
 
-Not in the interpreter, which has Triton's (`IS_GPU` false). A NaN among the weights, which no checkpoint has, becomes
-480 in bfloat16.
+Not in the interpreter, which has Triton's (`IS_GPU` false). A NaN, which no weights have, becomes 480.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def as_float32(x, IS_GPU: tl.constexpr) -> tl.tensor:
-    """Of four neighbors two by two, through float16, which holds all of them."""
-    if IS_GPU:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high, a, b, c, d;
-            .reg .b32 p, q;
-            mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 p, low;
-            cvt.rn.f16x2.e4m3x2 q, high;
-            mov.b32 {a, b}, p;
-            mov.b32 {c, d}, q;
-            cvt.f32.f16 $0, a;
-            cvt.f32.f16 $1, b;
-            cvt.f32.f16 $2, c;
-            cvt.f32.f16 $3, d;
-            }
-            """,
-            "=f,=f,=f,=f,r",
-            [x.to(tl.int8, bitcast=True)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-    return x.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

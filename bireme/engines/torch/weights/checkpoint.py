@@ -98,9 +98,17 @@ def model_class(checkpoint: Checkpoint) -> Any:
 
 
 def rounded(checkpoint: Checkpoint, algo: str | None) -> Checkpoint:
-    """Return the checkpoint as one whose weights are rounded so: another model, whose KV is not the first one's."""
+    """Return the checkpoint as one whose weights are rounded so: another model, whose KV is not the first one's.
+
+    Raises ConfigError where they have been rounded before.
+    """
     if not algo:
         return checkpoint
+    if checkpoint.quantization is not None or checkpoint.gguf is not None:
+        raise ConfigError(
+            f"quant_config.quant_algo: {algo!r}; the checkpoint is quantized already, and is not rounded once more;"
+            " remove it, or use an unquantized checkpoint"
+        )
     digest = hashlib.sha256(f"{checkpoint.digest} {algo}".encode()).hexdigest()
     return replace(checkpoint, digest=digest, quant_algo=algo)
 
