@@ -133,13 +133,13 @@ class LaunchFootprint:
         gpu = self._gpu_of(stage)
         try:
             engine = self._engine(stage, gpu)
+            folder = Path(self._recipe.worker_model_path(stage))
+            is_sure = not gguf_files(folder) and "quantization_config" not in read_config(folder)
         except ConfigError as error:
             is_wrong = not isinstance(error, UncountedError)
             return WorkerFootprint(
                 stage=stage, count=entry.replicas, gpu=gpu, engine=None, reason=str(error), is_wrong=is_wrong
             )
-        folder = Path(self._recipe.worker_model_path(stage))
-        is_sure = not gguf_files(folder) and "quantization_config" not in read_config(folder)
         return WorkerFootprint(stage=stage, count=entry.replicas, gpu=gpu, engine=engine, is_sure=is_sure)
 
     def _engine(self, stage: str, gpu: int | None) -> EngineFootprint:

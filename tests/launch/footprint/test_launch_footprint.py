@@ -119,6 +119,20 @@ def test_a_setting_beyond_the_model_is_refused_by_the_engine_s_own_rule(recipe):
     assert found.is_error and "max_seq_len: 1048576" in str(found)
 
 
+def test_a_folder_of_several_gguf_files_is_refused_by_their_names(recipe, tmp_path):
+    made = recipe()
+    for name in ("a", "b"):
+        (tmp_path / "model" / f"{name}.gguf").write_bytes(b"")
+    (found,) = problems(made, MachineMemory(64 * GIB))
+    assert "a.gguf and b.gguf" in str(found)
+
+
+def test_a_gguf_file_or_a_quantized_checkpoint_is_never_refused_for_its_weights(recipe):
+    made = recipe({"quantization_config": {"quant_method": "fp8"}})
+    (found,) = problems(made, MachineMemory(8 * GIB))
+    assert not found.is_error
+
+
 def test_a_quantized_checkpoint_takes_what_it_does_once_it_is_dequantized(recipe):
     plain, quantized = (
         LaunchFootprint(recipe(changes), MachineMemory(64 * GIB), 4).workers[0].engine.weights
