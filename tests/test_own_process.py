@@ -102,3 +102,25 @@ def test_settings_of_the_environment_are_left_alone(monkeypatch):
     assert set(own_process.reused_memory_environment()) == {"MALLOC_TRIM_THRESHOLD_"}
     environment = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     assert page_faults("own_process.reuse_memory()", **environment) > 10_000
+
+
+_GIVING = """
+from pathlib import Path
+from bireme import own_process
+
+def anonymous_mib():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) >> 10
+
+own_process.reuse_memory()
+buffers = [bytearray(1 << 20) for _ in range(200)]
+del buffers[:-1]
+before = anonymous_mib()
+own_process.give_back_memory()
+print(before - anonymous_mib())
+"""
+
+
+def test_pages_of_freed_buffers_before_one_that_is_held_are_given_back():
+    done = subprocess.run([sys.executable, "-c", _GIVING], stdout=subprocess.PIPE, check=True)
+    assert int(done.stdout) > 150

@@ -25,6 +25,7 @@ from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, KernelGroup
 from bireme.engines.torch.storage import WeightForm, plain
+from bireme.own_process import give_back_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ class PackedDecoder:
             self._keep_embeddings(blocks)
             self._tell([*chain(*linears), self._head], blocks)
         model.to("meta")
+        give_back_memory()  # of the weights as they were loaded
         return "; ".join(sorted(set(filter(None, known.values()))))
 
     def _keep_embeddings(self, blocks: KeptBlocks) -> None:
