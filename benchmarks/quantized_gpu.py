@@ -84,7 +84,7 @@ def case(name: str) -> Iterator[None]:
     """Go on after what is wrong in here, and tell it."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = traceback.format_exc().strip().splitlines()[-6:]
         REPORT["failed"][name] = lines
         print(f"FAILED {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)

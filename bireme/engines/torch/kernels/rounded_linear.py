@@ -17,6 +17,7 @@ from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.storage import BLOCK, E4M3, Fp8Weight, WeightForm
 
 FEW_ROWS = 64  # up to which our kernel takes products with blocks
+_STEP = 64  # of rows: cuBLASLt has no product with blocks for some others, whose scales it finds unaligned
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -67,7 +68,11 @@ def rounded_linear(
 ) -> Tensor:
     """x (rows, K) 8-bit floats with scales as `storage.rounded` makes them, weight (N, K) -> (rows, N)."""
     if _is_torchs(x, weight, dtype):
-        return torchs(x, x_scales, weight, dtype, bias)
+        try:
+            return torchs(x, x_scales, weight, dtype, bias)
+        except RuntimeError:
+            if weight.form is not WeightForm.FP8_BLOCKS:
+                raise
     return ours(x, x_scales, weight, dtype, bias)
 
 
@@ -127,7 +132,7 @@ def _is_torchs(x: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
         return False
     if weight.form is WeightForm.FP8_CHANNEL:
         return True
-    return len(x) > FEW_ROWS and _takes_blocks(x.device.index or 0)
+    return len(x) > FEW_ROWS and len(x) % _STEP == 0 and _takes_blocks(x.device.index or 0)
 
 
 @functools.cache
