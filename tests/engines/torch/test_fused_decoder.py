@@ -262,7 +262,7 @@ def test_one_that_a_larger_stands_in_for_is_made_later(recorded, monkeypatch):
 def test_first_graphs_are_the_largest_and_some_that_stand_in_for_the_others():
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 128]
     assert by_need(sizes, 2) == ([1, 4, 8, 16, 32], [128, 1, 2, 4, 8, 16, 32, 64], [48, 24])
-    assert by_need(sizes, 4) == ([1, 4, 8, 16, 32], [128, 1, 4, 16, 64], [48, 32, 24, 8, 2])
+    assert by_need(sizes, 16) == ([1, 4, 8, 16, 32], [128, 1, 16], [64, 48, 32, 24, 8, 4, 2])
     assert by_need([64, 128, 192, 256], 2) == ([], [256, 64, 128], [192]) and by_need([], 2) == ([], [], [])
 
 
@@ -326,7 +326,7 @@ class Clocked(SizedGraphs):
         self._list.append(f"{self._name} {size}")
 
 
-FIRST = ["mixed 768", "resident 256", "mixed 64", "resident 1", "mixed 128", "resident 4", "mixed 256", "resident 16"]
+FIRST = ["mixed 768", "resident 256", "mixed 64", "resident 1", "mixed 128", "resident 16", "mixed 256", "mixed 512"]
 
 
 @pytest.mark.parametrize(("most_s", "count"), [(0.33, 8), (0.05, 1), (0.0, 1)])
@@ -340,9 +340,9 @@ def test_before_it_is_ready_graphs_are_made_as_there_is_time_and_all_forms_are_c
 def test_before_it_is_ready_those_are_made_that_the_first_requests_need(monkeypatch):
     forward, found, _ = clocked(monkeypatch)
     forward.make_first_graphs(9.0)
-    assert found == [*FIRST, "mixed 512", "resident 64"]
+    assert found == FIRST
     assert forward.mixed.graphs.to_make == [640, 448, 384, 320, 192]
-    assert forward.resident.graphs.to_make[:3] == [224, 192, 160] and forward.resident.graphs.to_make[-2:] == [8, 2]
+    assert forward.resident.graphs.to_make[:3] == [224, 192, 160] and forward.resident.graphs.to_make[-3:] == [8, 4, 2]
 
 
 def test_kernels_of_a_form_that_can_not_be_compiled_are_said_and_the_start_goes_on(caplog):
@@ -358,7 +358,7 @@ def clocked(monkeypatch):
     monkeypatch.setattr(forward_module, "time", Mock(monotonic=lambda: now[0]))
     forward = Forward(Modules(None, Mock(device=torch.device("cpu"))), None)
     forward.mixed = Mock(graphs=Clocked("mixed", now, found, list(_SIZES), 2))
-    forward.resident = Mock(graphs=Clocked("resident", now, found, bucket_sizes(256), 4))
+    forward.resident = Mock(graphs=Clocked("resident", now, found, bucket_sizes(256), 16))
     return forward, found, now
 
 

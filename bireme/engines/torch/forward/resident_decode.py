@@ -26,7 +26,7 @@ from bireme.logits.sending import send
 
 logger = logging.getLogger("bireme.engines.torch")
 
-_APART = 4  # times as large: a step of few rows takes little less than one of four times as many
+_APART = 16  # times as large: a step of few rows takes little less than one of many, whose rows nobody has
 
 RowOf = Callable[[step.Sequence], Row]
 
