@@ -150,7 +150,8 @@ class Tally:
 
     num_arrived: int = 0
     num_refused: int = 0
-    prompt_tokens: int = 0
+    num_prompts: int = 0  # computed
+    prompt_tokens: int = 0  # of these
     cached_tokens: int = 0
     output_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
@@ -234,7 +235,6 @@ class Cluster:
     def _arrive(self, request: SimulatedRequest) -> None:
         self._deliver()
         self._tally.num_arrived += 1
-        self._tally.prompt_tokens += request.num_prompt
         router = self._draw.choice(self._routers) if len(self._routers) > 1 else self._routers[0]
         self._prompt = request.blocks
         tokens = np.broadcast_to(np.int32(0), (request.num_prompt,))  # only its length is looked at
@@ -306,6 +306,8 @@ class Cluster:
             self._deliver_loads_of(service.placement)
             service.router.prefilled(service.placement)
             service.num_cached = run.num_cached
+            self._tally.num_prompts += 1
+            self._tally.prompt_tokens += run.request.num_prompt
             self._tally.cached_tokens += run.num_cached
         if run.task != "prompt" or run.request.num_output == 1:
             service.first_token_s = at
@@ -403,9 +405,11 @@ class Cluster:
         now, interval_s = self._clock.now, self._settings.interval_s
         tally, self._tally = self._tally, Tally()
         figures = IntervalFigures(
-            now, interval_s, tally.num_arrived, tally.num_refused, len(tally.itl_s), tally.prompt_tokens,
-            tally.cached_tokens, tally.output_tokens, tuple(tally.ttft_s), tuple(tally.itl_s),
+            now, interval_s, tally.num_arrived, tally.num_refused, len(tally.itl_s), tally.num_prompts,
+            tally.prompt_tokens, tally.cached_tokens, tally.output_tokens, tuple(tally.ttft_s), tuple(tally.itl_s),
             self._load_of("prefill"), self._load_of("decode"),
+            sum(one > self._settings.ttft_s for one in tally.ttft_s),
+            sum(one > self._settings.itl_s for one in tally.itl_s),
         )  # fmt: skip
         num_prefill, num_decode = self._scaler.on_interval(figures)
         self._resize("prefill", max(num_prefill, 0))
@@ -449,8 +453,9 @@ class Cluster:
         if not member.is_draining or member.worker.num_runs or member.ended_s is not None:
             return
         name = member.worker.name
-        if any(name in (service.placement.prefill, service.placement.decode) for service in self._services.values()):
-            return  # placed, and on its way
+        for service in self._services.values():  # placed, and on its way
+            if service.placement.decode == name or (service.prompt is not None and service.prompt[0] is member):
+                return
         member.ended_s = self._clock.now
         self._gone.append(self._members.pop(name))
         self._loads.pop(name, None)
