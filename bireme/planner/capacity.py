@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from bireme.sizing.step_times import StepTimes
 
-LATE_SHARE = 0.01  # of requests that may wait longer than the target
-_DEVIATIONS = 1.64  # above the mean, of requests under way: as many are exceeded a twentieth of the time
+LATE_SHARE = 0.001  # of requests that may wait longer than the target
+_DEVIATIONS = 2.0  # above the mean, of requests under way: more are there a fortieth of the time
 _FULL = 0.95  # a stage above this share of its time has a queue that grows
 
 

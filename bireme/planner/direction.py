@@ -25,17 +25,24 @@ class Direction:
             self._needs.popleft()
 
     def allow(self, now: float, have: int, need: int, is_idle: bool) -> tuple[int, str]:
-        """Return how many there may be, and what stands against as many as are needed. Idle ones go at once."""
+        """Return how many there may be, and what stands against as many as are needed. Idle ones go at once.
+
+        Faster up than down: whoever turns down can't turn up again for `reversal_s`. So a turn takes one worker, and
+        the next ones go when it may turn again.
+        """
         if need == have:
             return have, ""
+        may_turn = now - self._reversed_at >= self.reversal_s
         if need < have and not is_idle:
             if self._began_at is None or now - self._began_at < self.window_s:
                 return have, f"{need} would do, seen for less than {self.window_s:.0f} s"
             lately = max(count for _, count in self._needs)
             if lately >= have:
                 return have, f"{need} would do, {lately} were needed within {self.window_s:.0f} s"
-            need = lately
-        if self._is_reversal(need - have) and now - self._reversed_at < self.reversal_s:
+            need = have - 1 if self._way > 0 else lately
+            if not may_turn and self._way <= 0:
+                return have, f"{need} would do, held until it may turn up again"
+        if self._is_reversal(need - have) and not may_turn:
             left_s = self.reversal_s - (now - self._reversed_at)
             return have, f"{need} needed, the direction has just changed: held for {left_s:.0f} s more"
         return need, ""

@@ -35,6 +35,8 @@ class Observation:
     prefill: StageObservation | None
     decode: StageObservation | None
     doubt: str = ""  # why who observed does not believe it
+    late_share: float | None = None  # of first tokens, that came after the target
+    slow_share: float | None = None  # of requests, whose mean gap was above the target
 
     def problem(self, now: float, max_age_s: float) -> str:
         """Return why nothing can be decided by it; "": it can."""
@@ -58,6 +60,10 @@ class Observation:
         for name in ("num_requests", "prompt_tokens", "output_tokens", "ttft_ms", "itl_ms"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
+                return f"absurd: {name} {value}"
+        for name in ("late_share", "slow_share"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
                 return f"absurd: {name} {value}"
         if not 0 < self.interval_s < math.inf:
             return f"absurd: interval_s {self.interval_s}"

@@ -7,6 +7,8 @@ the planner holds, and says why. Nothing is started or ended here.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +27,12 @@ _MOST_CORRECTION = 3.0  # either way
 _ENOUGH_REQUESTS = 10  # for their times to say something
 _STEADY_USE = 0.8  # above, times are the queue's rather than the engine's
 _EASY_SHARE = {"throughput": 0.9, "latency": 0.5}  # of what a stage can do at the most
+# An interval's requests that missed a target, from which on a stage gets more room: one or two may be out of reach
+_MISSED_SHARE, _MISSED_REQUESTS = 0.05, 3
+_MOST_ROOM = 4.0  # workers beyond what the table asks for, one more at each such interval
+_ROOM_HALF_LIFE_S = 24 * 3600.0  # bursts of one day come again the next
+_IDLE_INTERVALS = 2  # without any request, before both stages go to their minimum
+_PAUSES_S = 2 * 3600.0  # for so long a load's pauses are known: one that is no longer than those is not its end
 # Target "load"
 _WAITING_PROMPTS = 1.0  # a prefill worker: above, one more; below a quarter of it on all, one less
 _HIGH_KV, _LOW_KV = 0.8, 0.4
@@ -56,6 +64,11 @@ class WorkerPlanner:
         }
         self.corrections = Corrections()
         self._lengths: tuple[float, float] | None = None  # of prompts and answers
+        self.room = {"prefill": 0.0, "decode": 0.0}  # workers more, where targets were missed
+        self._num_idle = 0  # intervals, up to the present one
+        self._pauses: deque[tuple[float, int]] = deque()  # when they ended, and their intervals
+        # A burst that is over before a worker can come is nothing to ask for workers by: the mean of so long
+        self._rates: deque[float] = deque(maxlen=self._steps + 1)
         self._last_at_s = -math.inf
         self._last: tuple[int, int] | None = None  # decided
         self._num_ready = {"prefill": 0, "decode": 0}
@@ -64,6 +77,11 @@ class WorkerPlanner:
     @property
     def settings(self) -> PlannerSettings:
         return self._settings
+
+    @property
+    def _steps(self) -> int:
+        """Intervals until workers that are asked for now are there, and the next decision."""
+        return 1 + math.ceil(self._settings.start_s / self._settings.interval_s)
 
     @property
     def num_reversals(self) -> int:
@@ -91,18 +109,20 @@ class WorkerPlanner:
         assert observation.prefill is not None and observation.decode is not None
         assert observation.num_requests is not None
         self._learn_lengths(observation)
-        self._predictor.observe(observation.num_requests / observation.interval_s)
+        self._rates.append(observation.num_requests / observation.interval_s)
+        self._predictor.observe(statistics.fmean(self._rates))
         notes = self._note_starts(observation, now)
-        if self._is_idle(observation):
+        self._count_idle(observation, now)
+        if self._num_idle:
             needs, why = (self._settings.prefill.minimum, self._settings.decode.minimum), "no requests"
         elif self._settings.target == "load":
             needs, why = self._needs_by_queues(observation)
         elif self._lengths is None:
             return self._without_lengths(observation, now)
         else:
-            load = self._expected_load(observation)
+            loads = self._expected_loads(observation)
             self._learn_corrections(observation)
-            needs, why = self._needs_by_table(load)
+            needs, why = self._needs_by_table(loads)
         return self._conclude(observation, now, needs, [why, *notes])
 
     def _without_lengths(self, observation: Observation, now: float) -> ScalingDecision:
@@ -132,6 +152,7 @@ class WorkerPlanner:
             stage.num_starting == 0 and 0 < stage.num_ready == self._num_ready[name] for name, stage in stages.items()
         )
         self._num_ready = {name: stage.num_ready for name, stage in stages.items()}
+        self._learn_room(observation, is_steady)
         if not is_steady or (observation.num_requests or 0) < _ENOUGH_REQUESTS:
             return
         load = Load((observation.num_requests or 0) / observation.interval_s, *self._lengths)
@@ -143,6 +164,15 @@ class WorkerPlanner:
         expected = capacity.expected_itl_ms(decode, load, observation.decode.num_ready)
         if observation.itl_ms and expected < math.inf:
             found.itl = _smooth(found.itl, _bounded(observation.itl_ms / expected))
+
+    def _learn_room(self, observation: Observation, is_steady: bool) -> None:
+        """What is missed although the sizes are right by the table: bursts within an interval, lengths of all kinds."""
+        for stage, missed in (("prefill", observation.late_share), ("decode", observation.slow_share)):
+            room = self.room[stage]
+            if missed is None or missed <= _MISSED_SHARE:
+                self.room[stage] = room * 0.5 ** (observation.interval_s / _ROOM_HALF_LIFE_S)
+            elif is_steady and missed * (observation.num_requests or 0) >= _MISSED_REQUESTS:
+                self.room[stage] = min(room + 1, _MOST_ROOM)
 
     def _note_starts(self, observation: Observation, now: float) -> list[str]:
         """One that never becomes ready counts once, among those that are there: it is not asked for again."""
@@ -161,31 +191,60 @@ class WorkerPlanner:
 
     # What is needed
 
-    def _is_idle(self, observation: Observation) -> bool:
+    def _count_idle(self, observation: Observation, now: float) -> None:
+        if self._is_quiet(observation):
+            self._num_idle += 1
+            return
+        if self._num_idle:
+            self._pauses.append((now, self._num_idle))
+        self._num_idle = 0
+        while self._pauses and self._pauses[0][0] < now - _PAUSES_S:
+            self._pauses.popleft()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the load has ended: of one with pauses, when nothing came for longer than in any of these."""
+        longest = max((count for _, count in self._pauses), default=0)
+        return self._num_idle >= max(_IDLE_INTERVALS, longest + 1)
+
+    def _is_quiet(self, observation: Observation) -> bool:
         assert observation.prefill is not None and observation.decode is not None
         return not (observation.num_requests or observation.prefill.num_waiting or observation.decode.num_waiting)
 
-    def _expected_load(self, observation: Observation) -> Load:
-        """Until workers that are asked for now are there, and the next decision; those that wait come on top."""
-        assert self._lengths is not None and observation.prefill is not None and observation.decode is not None
-        settings = self._settings
-        steps = 1 + math.ceil(settings.start_s / settings.interval_s)
-        expected = max(self._predictor.predict(steps), 0.0) * settings.headroom
-        waiting = observation.prefill.num_waiting + observation.decode.num_waiting
-        return Load(expected + waiting / observation.interval_s, *self._lengths)
+    def _expected_loads(self, observation: Observation) -> dict[str, Load]:
+        """Until workers that are asked for now are there, and the next decision; queues come on top.
 
-    def _needs_by_table(self, load: Load) -> tuple[tuple[int, int], str]:
+        Of the prompts that wait, those which ready workers will have computed by then need no others.
+        """
+        assert self._lengths is not None and observation.prefill is not None and observation.decode is not None
+        settings, interval_s = self._settings, observation.interval_s
+        expected = max(self._predictor.predict(self._steps), 0.0) * settings.headroom
+        prompt_s = self._engines["prefill"].prompt_ms(self._lengths[0]) / 1e3
+        done = observation.prefill.num_ready * settings.start_s / max(prompt_s, 1e-9)
+        waiting = max(observation.prefill.num_waiting - done, 0.0), observation.decode.num_waiting
+        return {
+            "prefill": Load(expected + waiting[0] / interval_s, *self._lengths),
+            "decode": Load(expected + waiting[1] / interval_s, *self._lengths),
+        }
+
+    def _needs_by_table(self, loads: dict[str, Load]) -> tuple[tuple[int, int], str]:
         settings, found, notes = self._settings, self.corrections, list[str]()
         prefill, decode = self._engines["prefill"], self._engines["decode"]
         if (share := _EASY_SHARE.get(settings.target)) is not None:
-            num_prefill = _fewest(settings.prefill, lambda count: capacity.prefill_carries(prefill, load, count, share))
-            num_decode = _fewest(settings.decode, lambda count: capacity.decode_carries(decode, load, count, share))
+            num_prefill = _fewest(
+                settings.prefill, lambda count: capacity.prefill_carries(prefill, loads["prefill"], count, share)
+            )
+            num_decode = _fewest(
+                settings.decode, lambda count: capacity.decode_carries(decode, loads["decode"], count, share)
+            )
         else:
-            num_prefill = self._prefill_for_sla(load, notes)
-            num_decode = self._decode_for_sla(load, notes)
+            num_prefill = self._prefill_for_sla(loads["prefill"], notes) + round(self.room["prefill"])
+            num_decode = self._decode_for_sla(loads["decode"], notes) + round(self.room["decode"])
+        load = max(loads.values(), key=lambda one: one.requests_per_s)
         why = (
             f"{load.requests_per_s:.2f} requests/s of {load.prompt_tokens:.0f}/{load.output_tokens:.0f} tokens need"
-            f" {num_prefill}+{num_decode} ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f})"
+            f" {num_prefill}+{num_decode} ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f};"
+            f" room {self.room['prefill']:.1f}, {self.room['decode']:.1f})"
         )
         return (num_prefill, num_decode), "; ".join([why, *notes])
 
@@ -242,7 +301,7 @@ class WorkerPlanner:
             direction = self._directions[stage]
             direction.needed(now, count)
             # From none one comes at once: without any, requests fail.
-            found, against = direction.allow(now, one, count, self._is_idle(observation)) if one else (count, "")
+            found, against = direction.allow(now, one, count, self._is_idle) if one else (count, "")
             allowed.append(found)
             if against:
                 reasons.append(f"{stage}: {against}")

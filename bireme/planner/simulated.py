@@ -37,12 +37,14 @@ def observation_of(figures: IntervalFigures) -> Observation:
         at_s=figures.at_s,
         interval_s=figures.interval_s,
         num_requests=figures.num_arrived,
-        prompt_tokens=computed / figures.num_arrived if figures.num_arrived else None,
+        prompt_tokens=computed / figures.num_prompts if figures.num_prompts else None,
         output_tokens=figures.output_tokens / figures.num_ended if figures.num_ended else None,
         ttft_ms=_mean_ms(figures.ttft_s),
         itl_ms=_mean_ms(figures.itl_s),
         prefill=_stage_of(figures.prefill),
         decode=_stage_of(figures.decode),
+        late_share=figures.num_late / len(figures.ttft_s) if figures.ttft_s else None,
+        slow_share=figures.num_slow / figures.num_ended if figures.num_ended else None,
     )
 
 

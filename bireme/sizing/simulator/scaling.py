@@ -28,13 +28,16 @@ class IntervalFigures:
     num_arrived: int
     num_refused: int
     num_ended: int
-    prompt_tokens: int  # of those that arrived
-    cached_tokens: int  # of those whose prompt has been computed
+    num_prompts: int  # that have been computed
+    prompt_tokens: int  # of these
+    cached_tokens: int
     output_tokens: int  # of those that ended
     ttft_s: tuple[float, ...]  # of first tokens in it
     itl_s: tuple[float, ...]  # of requests that ended, the mean of each
     prefill: StageLoad
     decode: StageLoad
+    num_late: int = 0  # of the first tokens, after the target
+    num_slow: int = 0  # of those that ended, with gaps above the target
 
 
 class Scaler(Protocol):
