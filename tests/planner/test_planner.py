@@ -64,7 +64,7 @@ def test_more_load_needs_more_workers_and_the_reason_says_why():
     assert "22.00 requests/s of 1000/100 tokens need" in decision.reason
 
 
-@pytest.mark.parametrize(("target", "needs"), [("throughput", 3), ("sla", 4), ("latency", 5)])
+@pytest.mark.parametrize(("target", "needs"), [("throughput", 3), ("latency", 5), ("sla", 5)])
 def test_targets_differ_in_how_busy_prefill_may_be(target, needs):
     assert planner(target=target).decide(seen(60.0, requests=1200), 60.0).prefill == needs
 
@@ -107,6 +107,7 @@ def test_the_budget_changes_while_it_runs_and_holds_at_once():
         ({"num_requests": -3}, "absurd: num_requests -3"),
         ({"ttft_ms": math.nan}, "absurd: ttft_ms nan"),
         ({"itl_ms": math.inf}, "absurd: itl_ms inf"),
+        ({"slow_share": 1.5}, "absurd: slow_share 1.5"),
         ({"interval_s": 0.0}, "absurd: interval_s 0.0"),
         ({"decode": stage(3, kv=7.0)}, "absurd: decode"),
         ({"prefill": stage(-1)}, "absurd: prefill"),
@@ -161,8 +162,45 @@ def test_after_the_load_it_is_back_at_the_minimum_within_two_intervals():
 
 
 def test_a_falling_load_is_followed_once_a_whole_window_needed_less():
-    found = played(planner(), [2400] * 10 + [300] * 10)
-    assert found[12][0] >= 5 and found[-1][0] <= 2  # it went on for two minutes, then long enough
+    found = [prefill for prefill, _ in played(planner(), [2400] * 10 + [300] * 140)]
+    first_down = next(at for at in range(10, 150) if found[at] < found[at - 1])
+    needed_s = SETTINGS.down_window_s
+    assert first_down * 60 >= needed_s  # all of that time needed less
+    assert found[first_down] == found[first_down - 1] - 1  # a turn takes one
+    assert found[first_down + 9] == found[first_down]  # until it may turn up again
+    assert found[-1] <= 2
+
+
+def test_up_is_faster_than_down():
+    one = planner()
+    up = [prefill for prefill, _ in played(one, [300, 2400])]
+    assert up[1] - up[0] >= 3
+
+
+def test_a_pause_no_longer_than_those_before_is_not_the_load_s_end():
+    load = [1200] * 3 + [0] * 4
+    found = played(planner(), [*load, *load, 1200, 0, 0, 0, 0])
+    assert found[4] == (1, 1)  # the first pause is not known to be one
+    assert found[-2] == found[-1] > (1, 1)
+
+
+@pytest.mark.parametrize(("missed", "more"), [(0.2, True), (0.03, False), (None, False)])
+def test_missed_targets_give_a_stage_more_room(missed, more):
+    one = planner()
+    played(one, [300] * 3, slow_share=missed)
+    assert (one.room["decode"] > 0) is more and one.room["prefill"] == 0
+
+
+def test_what_cold_workers_miss_gives_no_room():
+    one = planner()
+    one.decide(seen(60.0, 300, prefill=stage(1, 1), late_share=0.9), 60.0)
+    assert one.room["prefill"] == 0
+
+
+def test_a_burst_that_ready_workers_compute_in_time_needs_no_others():
+    calm = planner().decide(seen(60.0, 300), 60.0)
+    burst = planner().decide(seen(60.0, 300, prefill=stage(1, waiting=300)), 60.0)
+    assert burst.prefill == calm.prefill
 
 
 def test_what_is_measured_corrects_the_table():
@@ -213,7 +251,9 @@ def test_9294_no_oscillation_between_two_and_one():
 @pytest.mark.parametrize("target", ["sla", "throughput", "latency", "load"])
 def test_6985_zero_traffic_goes_down_although_no_time_was_measured(target):
     quiet = seen(60.0, 0, 5, 4, ttft=None, itl=None, prompt_tokens=None, output_tokens=None)
-    decision = planner(target=target).decide(quiet, 60.0)
+    one = planner(target=target)
+    assert sizes(one.decide(quiet, 60.0)) == (5, 4)  # a pause, it may be
+    decision = one.decide(replace(quiet, at_s=120.0), 120.0)
     assert sizes(decision) == (1, 1) and "no requests" in decision.reason
 
 
@@ -236,9 +276,9 @@ def test_10528_those_that_wait_count_in_a_burst():
 
 def test_11624_a_target_out_of_reach_is_told_and_does_not_keep_all_workers():
     one = planner(ttft_ms=50.0, itl_ms=5.0)
-    found = played(one, [1200] * 5 + [60] * 15)
+    found = played(one, [1200] * 5 + [60] * 150)
     assert found[4][0] > found[-1][0] and found[-1] == (1, 1)
-    reason = one.decide(seen(2000.0), 2000.0).reason
+    reason = one.decide(seen(12000.0), 12000.0).reason
     assert "ttft_ms 50 is out of reach: a prompt alone takes" in reason and "itl_ms 5 is out of reach" in reason
 
 

@@ -59,6 +59,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("--servers", "1", "--prefixes", "1", "--turns", "2", "--prefix-tokens", "64", "--question-tokens", "8"),
         *("--answer-tokens", "2", "--rounds", "1", "--herd", "4", "--step-ms", "1"),
     ),
+    "benchmarks/planner_days.py": ("--days", "chats", "--hours", "0.5", "--most", "2"),
     "benchmarks/simulator_check.py": ("--layouts", "1:1", "--loads", "light", "--seconds", "3"),
     "benchmarks/step_records.py": ("--quick",),
     "benchmarks/short_prompts.py": ("--requests", "5", "--starts", "1"),

@@ -1,0 +1,233 @@
+"""The planner, Dynamo's rule and the best fixed size on three days of requests, in the simulator.
+
+`chats` and `agents` are made, and the planner's rules were chosen on them. `recorded` is an hour of Mooncake's
+conversations (--recorded FILE), shaped to a day; it was not run before the rules were final. All begin with one worker
+of each stage, which takes --start-s to come. The best fixed size has the fewest worker-hours of those that hold the
+targets as often as the largest, within 0.1% of requests.
+
+    python benchmarks/planner_days.py --days chats,agents
+    python benchmarks/planner_days.py --recorded mooncake_conversation.jsonl --jobs 2
+    python benchmarks/planner_days.py --days chats --hours 3      # in a minute
+
+The table comes first, then the aims; the last line of stdout is one JSON document. A last request, alone, comes a
+quarter of an hour after the others: by then sizes are to be back at the minimum. Exit code 1 where an aim is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import dataclasses
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
+
+from benchmarks.options import chosen
+from bireme.config import MockerConfig, RouterConfig
+from bireme.conversion import convert
+from bireme.planner.capacity import PlannedEngine
+from bireme.planner.dynamo_rule import DynamoProfile, DynamoRule
+from bireme.planner.planner import WorkerPlanner
+from bireme.planner.planner_settings import PlannerSettings, StageBounds
+from bireme.planner.predictors import PredictorName, make_predictor
+from bireme.planner.simulated import SimulatedScaler
+from bireme.sizing.simulator.cluster import ClusterSettings, simulate
+from bireme.sizing.simulator.days import HOUR_S, agents_day, chats_day, recorded_day
+from bireme.sizing.simulator.outcome import Outcome
+from bireme.sizing.simulator.trace import SimulatedRequest, read_traces, spread_out
+from bireme.sizing.simulator.worker import SimulatedEngine
+from bireme.sizing.step_times import StepTimes, TransferTimes
+
+DAYS = ("chats", "agents", "recorded")
+TTFT_MS = {"chats": 15_000.0, "agents": 15_000.0, "recorded": 30_000.0}  # the last as in Mooncake's paper
+ITL_MS = {"chats": 60.0, "agents": 150.0, "recorded": 60.0}
+MODEL = MockerConfig(step_ms=30.0, step_ms_per_request=4.0, prefill_ms_per_token=0.5)  # a large model's pace
+TIMES = StepTimes.of_mocker(MODEL, TransferTimes(start_ms=5.0))
+ENGINE = SimulatedEngine(TIMES, num_blocks=1024)
+ROUTER = {"transfer_ms": 0}  # every prompt is computed by prefill
+ALONE_S = 900.0  # until the last request
+MOST = 10  # workers of each stage
+DYNAMO_INTERVAL_S = 180.0  # its default
+EQUAL_SHARES = 0.001  # of requests within the targets
+AIM_HOURS = 0.90
+AIM_REVERSALS = 1  # of a stage, in ten minutes
+AIM_IDLE = 2  # intervals without a request until sizes are at their minimum
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if "recorded" in options.days and options.recorded is None:
+        print("planner_days: --recorded FILE, Mooncake's conversation trace, or --days chats,agents", file=sys.stderr)
+        return 2
+    rows, are_met = list[dict[str, Any]](), True
+    print(f"{'':<32}{'sizes':>8}{'SLO held':>10}{'worker-hours':>14}{'in 10 min':>11}{'most GPUs':>11}{'CPU s':>8}")
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for day in options.days:
+            run = functools.partial(run_one, day, options)
+            found = [pool.submit(run, name) for name in ("planner", "dynamo")]
+            fixed = best_fixed(lambda sizes, run=run: pool.submit(run, sizes).result(), options.most)  # type: ignore[misc]
+            alike = [*(one.result() for one in found), fixed]
+            for row in alike:
+                print_row(row)
+            rows += alike
+    print()
+    for line in aims(rows, options):
+        print(line)
+        are_met = are_met and line.endswith("ok")
+    print(json.dumps({"benchmark": "planner_days", "options": vars(options), "rows": rows}))
+    return 0 if are_met else 1
+
+
+@functools.cache
+def requests_of(day: str, recorded: str | None, seed: int, hours: float) -> list[SimulatedRequest]:
+    if day == "recorded":
+        assert recorded is not None
+        found = recorded_day(seed, spread_out(read_traces([Path(recorded)]).requests))
+    else:
+        found = {"chats": chats_day, "agents": agents_day}[day](seed)
+    if hours < 24:  # from 9 o'clock on
+        found = [
+            dataclasses.replace(one, arrival_s=one.arrival_s - 9 * HOUR_S)
+            for one in found
+            if 9 * HOUR_S <= one.arrival_s < (9 + hours) * HOUR_S
+        ]
+    last = found[-1]
+    return [*found, dataclasses.replace(last, arrival_s=last.arrival_s + ALONE_S)]
+
+
+def settings_of(day: str, options: argparse.Namespace) -> PlannerSettings:
+    bounds = StageBounds(maximum=options.most)
+    return PlannerSettings(
+        ttft_ms=TTFT_MS[day], itl_ms=ITL_MS[day], max_gpus=2 * options.most, prefill=bounds, decode=bounds,
+        interval_s=options.interval_s, start_s=options.start_s,
+    )  # fmt: skip
+
+
+def run_one(day: str, options: argparse.Namespace, what: str | tuple[int, int]) -> dict[str, Any]:
+    """Simulate a day with the planner, Dynamo's rule or a fixed size; a row of figures."""
+    requests = requests_of(day, options.recorded, options.seed, options.hours)
+    bounds, planned = settings_of(day, options), PlannedEngine(TIMES, kv_tokens=ENGINE.num_blocks * 512)
+    cluster = ClusterSettings(
+        1, 1, ENGINE, ENGINE, router=convert(ROUTER, RouterConfig, "ROUTER"), start_s=options.start_s,
+        interval_s=bounds.interval_s, ttft_s=bounds.ttft_ms / 1e3, itl_s=bounds.itl_ms / 1e3, seed=options.seed,
+    )  # fmt: skip
+    scaler = None
+    if what == "planner":
+        planner = WorkerPlanner(bounds, planned, planned, make_predictor(options.predictor))
+        scaler = SimulatedScaler(planner.decide)
+    elif what == "dynamo":
+        rule = DynamoRule(bounds, DynamoProfile(planned, planned))
+        scaler = SimulatedScaler(lambda observation, now: rule.decide(observation))
+        cluster = dataclasses.replace(cluster, interval_s=DYNAMO_INTERVAL_S)
+    else:
+        cluster = dataclasses.replace(cluster, num_prefill=what[0], num_decode=what[1])  # type: ignore[arg-type]
+    begin_s = time.process_time()
+    outcome = simulate(requests, "kv", cluster, lambda done: None, scaler)
+    return figures_of(day, what, outcome, scaler, bounds) | {"cpu_s": time.process_time() - begin_s}
+
+
+def figures_of(
+    day: str, what: str | tuple[int, int], outcome: Outcome, scaler: SimulatedScaler | None, bounds: PlannerSettings
+) -> dict[str, Any]:
+    summary = outcome.summary()
+    late = sum(one > bounds.ttft_ms / 1e3 for one in outcome.ttft_s)
+    decisions = [one for _, one in scaler.decisions] if scaler else []
+    sizes = [(one.prefill, one.decode) for one in decisions] or [what]
+    most = tuple(max(one[stage] for one in sizes) for stage in (0, 1))
+    return {
+        "day": day,
+        "way": what if isinstance(what, str) else "fixed",
+        "sizes": most,
+        "requests": summary["requests"],
+        "good_share": summary["good_share"],
+        "late_share": late / len(outcome.ttft_s),
+        "slow_share": sum(one > bounds.itl_ms / 1e3 for one in outcome.itl_s) / len(outcome.itl_s),
+        "worker_hours": summary["worker_hours"],
+        "most_reversals_in_10_min": scaler.reversals(600.0)[1] if scaler else 0,
+        "most_gpus": max(bounds.gpus_of(*one) for one in sizes),
+        "budget": bounds.max_gpus,
+        "idle_intervals": idle_intervals(outcome, scaler, bounds) if scaler else None,
+    }
+
+
+def idle_intervals(outcome: Outcome, scaler: SimulatedScaler, bounds: PlannerSettings) -> int | None:
+    """Return how many intervals without a request there were until the minimum was decided; None: it was not."""
+    alone_s = max(one.arrival_s for one in outcome.requests)
+    end_s = max(
+        one.arrival_s + ttft_s + itl_s * (one.num_output - 1)
+        for one, ttft_s, itl_s in zip(outcome.requests, outcome.ttft_s, outcome.itl_s, strict=True)
+        if one.arrival_s < alone_s
+    )
+    least = bounds.prefill.minimum, bounds.decode.minimum
+    quiet = [one for at, one in scaler.decisions if end_s + bounds.interval_s <= at < alone_s]
+    return next((number for number, one in enumerate(quiet, 1) if (one.prefill, one.decode) == least), None)
+
+
+def best_fixed(run: Callable[[tuple[int, int]], dict[str, Any]], most: int) -> dict[str, Any]:
+    """Return the smallest that holds the targets as often as the largest: fewer of one stage, then of the other."""
+    largest = run((most, most))
+
+    def is_enough(row: dict[str, Any]) -> bool:
+        return bool(row["good_share"] >= largest["good_share"] - EQUAL_SHARES)
+
+    fewest = [
+        bisect.bisect_left(range(1, most), True, key=lambda count: is_enough(run((count, most)))) + 1,
+        bisect.bisect_left(range(1, most), True, key=lambda count: is_enough(run((most, count)))) + 1,
+    ]
+    around = [(fewest[0] + more, fewest[1] + extra) for more, extra in ((0, 0), (1, 0), (0, 1), (1, 1))]
+    return next((row for one in around if max(one) <= most and is_enough(row := run(one))), largest)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    name, sizes = f"{row['day']}, {row['way']}", "+".join(map(str, row["sizes"]))
+    print(
+        f"{name:<32}{sizes:>8}{row['good_share']:>10.2%}{row['worker_hours']:>14.1f}"
+        f"{row['most_reversals_in_10_min']:>11}{row['most_gpus']:>11}{row['cpu_s']:>8.0f}",
+        flush=True,
+    )
+
+
+def aims(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Iterator[str]:
+    for day in options.days:
+        planner, dynamo, fixed = (row for row in rows if row["day"] == day)
+        for other in (dynamo, fixed):
+            yield aim(f"{day}: requests within the targets, over {other['way']}'s",
+                      planner["good_share"] - other["good_share"], 0.0, is_least=True)  # fmt: skip
+            if other["good_share"] >= planner["good_share"] - EQUAL_SHARES:  # else it has fewer by what it misses
+                hours = planner["worker_hours"] / other["worker_hours"]
+                yield aim(f"{day}: worker-hours over {other['way']}'s", hours, AIM_HOURS)
+        yield aim(f"{day}: reversals in ten minutes", planner["most_reversals_in_10_min"], AIM_REVERSALS)
+        idle = planner["idle_intervals"]
+        yield aim(f"{day}: intervals until the minimum", math.inf if idle is None else idle, AIM_IDLE)
+        yield aim(f"{day}: GPUs over the budget", planner["most_gpus"] / planner["budget"], 1.0)
+
+
+def aim(what: str, figure: float, limit: float, is_least: bool = False) -> str:
+    is_met = figure >= limit if is_least else figure <= limit
+    return f"aim: {what} {figure:.4f}, at {'least' if is_least else 'most'} {limit:g}: {'ok' if is_met else 'MISSED'}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--days", type=chosen(DAYS), default=list(DAYS))
+    parser.add_argument("--recorded", metavar="FILE", help="Mooncake's conversation trace")
+    parser.add_argument("--hours", type=float, default=24.0, help="of the day, from 9 o'clock on")
+    parser.add_argument("--predictor", default="constant", choices=get_args(PredictorName))
+    parser.add_argument("--interval-s", type=float, default=60.0)
+    parser.add_argument("--start-s", type=float, default=60.0)
+    parser.add_argument("--most", type=int, default=MOST, help="workers of each stage")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="simulations at a time")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What holds of the planner on any day, on two short ones; and how the best fixed size is found."""
+
+import pytest
+
+from benchmarks import planner_days
+from bireme.sizing.simulator.days import agents_day, chats_day, recorded_day
+from bireme.sizing.simulator.synthetic import conversations
+
+
+@pytest.mark.parametrize("day", ["chats", "agents"])
+def test_bounds_hold_on_a_short_day(day):
+    options = planner_days.parse(["--days", day, "--hours", "1.5", "--most", "3"])
+    row = planner_days.run_one(day, options, "planner")
+    assert row["most_reversals_in_10_min"] <= planner_days.AIM_REVERSALS
+    assert 2 < row["most_gpus"] <= row["budget"] == 6
+    assert 1 <= row["idle_intervals"] <= planner_days.AIM_IDLE
+
+
+def test_the_best_fixed_size_is_the_smallest_that_holds_as_often_as_the_largest():
+    def run(sizes):
+        return {"sizes": sizes, "good_share": 0.99 - 0.01 * (sizes[0] < 3) - 0.01 * (sizes[1] < 5)}
+
+    assert planner_days.best_fixed(run, 10)["sizes"] == (3, 5)
+
+
+def test_the_best_fixed_size_has_one_more_where_both_stages_miss_others():
+    def run(sizes):
+        return {
+            "sizes": sizes,
+            "good_share": 0.99 - 0.0008 * (sizes[0] < 4) - 0.0008 * (sizes[1] < 6) - (min(sizes) < 3),
+        }
+
+    assert planner_days.best_fixed(run, 10)["sizes"] in [(4, 3), (3, 4)]
+
+
+def test_an_aim_says_whether_it_is_met():
+    assert planner_days.aim("hours", 0.91, 0.9).endswith("at most 0.9: MISSED")
+    assert planner_days.aim("held", 0.0, 0.0, is_least=True).endswith("at least 0: ok")
+
+
+@pytest.mark.parametrize("make", [chats_day, agents_day])
+def test_a_day_is_the_same_for_a_seed_and_has_24_hours(make):
+    found, again, other = make(1), make(1), make(2)
+    times = [one.arrival_s for one in found]
+    assert times == sorted(times) == [one.arrival_s for one in again] != [one.arrival_s for one in other]
+    assert 0 <= times[0] < 3600 and 23 * 3600 < times[-1] < 24 * 3600
+
+
+def test_a_recorded_hour_keeps_whole_chats_and_their_shared_blocks():
+    hour = conversations(3, 600, 0.2)
+    found = recorded_day(1, hour, share=1.0)
+    by_hour = [sum(one.arrival_s // 3600 == number for one in found) for number in range(24)]
+    assert by_hour[16] > 2 * by_hour[4]
+    chats = {int(one.blocks[1]) for one in hour if len(one.blocks) > 1}
+    assert {int(one.blocks[0]) for one in found} == {int(hour[0].blocks[0])}
+    assert len({int(one.blocks[1]) for one in found if len(one.blocks) > 1}) > len(chats)
