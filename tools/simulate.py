@@ -48,7 +48,7 @@ from bireme.planner.planner import WorkerPlanner
 from bireme.planner.planner_settings import PlannerSettings, PlannerTarget, StageBounds
 from bireme.planner.predictors import PredictorName, make_predictor
 from bireme.planner.simulated import SimulatedScaler
-from bireme.sizing.simulator.cluster import ClusterSettings, simulate
+from bireme.sizing.simulator.cluster import AsleepRule, ClusterSettings, simulate
 from bireme.sizing.simulator.outcome import Outcome
 from bireme.sizing.simulator.synthetic import GENERATORS
 from bireme.sizing.simulator.trace import (
@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ttft_s=options.slo_ttft_ms / 1e3,
         itl_s=options.slo_itl_ms / 1e3,
         start_s=options.start_s,
+        asleep=options.asleep,
         interval_s=options.interval_s,
         seed=options.seed,
     )
@@ -153,7 +154,10 @@ def planner_settings(options: argparse.Namespace) -> PlannerSettings | None:
         "interval_s": options.interval_s,
         "start_s": options.start_s,
     }
-    bounds = {"prefill": StageBounds(maximum=num_prefill), "decode": StageBounds(maximum=num_decode)}
+    bounds = {
+        "prefill": StageBounds(minimum=options.minimum, maximum=num_prefill),
+        "decode": StageBounds(minimum=options.minimum, maximum=num_decode),
+    }
     found: PlannerSettings = msgspec.structs.replace(convert(tree, PlannerSettings, "--planner"), **bounds)
     found.check()
     make_predictor(options.predictor)  # its library is there
@@ -172,7 +176,7 @@ def run_planners(
         for one in (settings.prefill, settings.decode)
     ]
     outcomes, rows = [], []
-    least = dataclasses.replace(settings, num_prefill=bounds.prefill.minimum, num_decode=bounds.decode.minimum)
+    least = dataclasses.replace(settings, num_prefill=1, num_decode=1)
     for mode in options.modes:
         planner = WorkerPlanner(bounds, *engines, make_predictor(options.predictor))
         rule = DynamoRule(bounds, DynamoProfile(*engines))
@@ -257,6 +261,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-gpus", type=int, help="its budget, one a worker; without it as much as the largest size")
     parser.add_argument("--interval-s", type=float, default=60.0, help="between two of its decisions")
     parser.add_argument("--start-s", type=float, default=30.0, help="until a worker that joins is ready")
+    parser.add_argument("--minimum", type=int, choices=(0, 1), default=1, help="of each stage; 0: all may sleep")
+    parser.add_argument(
+        "--asleep", choices=get_args(AsleepRule), default="wait", help="what becomes of requests that come then"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", help="write a PNG")
     return parser.parse_args(arguments)

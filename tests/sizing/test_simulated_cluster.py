@@ -160,6 +160,14 @@ def test_workers_join_after_their_start_and_leave_when_they_are_done():
     assert sum(outcome.decode.up_s) == pytest.approx(outcome.duration_s + 2 * 30, abs=1.5)
 
 
+def test_a_prefill_worker_leaves_when_decode_has_its_prompts_though_answers_go_on():
+    settings = replace(APART, num_prefill=2, interval_s=10)
+    requests = [request(0.02 * at, 2000, 400) for at in range(1000)]  # prompts wait when one is to go
+    _, outcome = served(requests, settings, scaler=Following((1, 1)))
+    first, last = sorted(outcome.prefill.up_s)
+    assert 10 < first < last - 3 and last == pytest.approx(outcome.duration_s, abs=0.1)
+
+
 def test_an_interval_s_figures_are_of_what_happened_in_it():
     scaler = Following((1, 1))
     requests = [request(0.5 * at, 500, 20, *range(5)) for at in range(60)]

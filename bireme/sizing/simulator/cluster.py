@@ -20,7 +20,7 @@ import numpy as np
 
 from bireme.config import MockerConfig, RouterConfig, RoutingMode
 from bireme.discovery.records import WorkerRecord
-from bireme.errors import ResourceExhaustedError
+from bireme.errors import ConfigError, ResourceExhaustedError, UnavailableError
 from bireme.kv.following.index import KvIndex
 from bireme.kv.kernels.arrays import Floats, Hashes
 from bireme.kv.routing.placement import Placement, RoutingRequest
@@ -35,10 +35,12 @@ from bireme.sizing.simulator.worker import RunNote, SimulatedEngine, SimulatedEv
 from bireme.sizing.step_times import StepTimes
 
 StageName = Literal["prefill", "decode"]
+AsleepRule = Literal["wait", "refuse"]
 STAGES: tuple[StageName, ...] = ("prefill", "decode")
 _MODEL = MockerConfig(step_ms=10.0, step_ms_per_request=0.05, prefill_ms=2.0, prefill_ms_per_token=0.1)
 _DEFAULT = SimulatedEngine(StepTimes.of_mocker(_MODEL))
 _MANY = 1 << 30
+_LONGEST_SLEEP_S = 86_400.0  # that a request waits for workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class ClusterSettings:
     interval_s: float = 60.0  # between two decisions of the scaler
     ttft_s: float = 5.0  # the SLO
     itl_s: float = 0.05
+    asleep: AsleepRule = "wait"  # what becomes of requests while there is no worker
     seed: int = 1
 
 
@@ -187,6 +190,7 @@ class Cluster:
         self._routers = [self._router(mode, number) for number in range(settings.num_routers)]
         self._draw = random.Random(settings.seed)
         self._services: dict[SimulatedRun, Service] = {}
+        self._held: list[SimulatedRequest] = []  # until there is a worker
         self._num_left = 0  # requests that have not come, or not ended
         self._tally = Tally()
         self._outcome = Outcome(mode)
@@ -235,16 +239,28 @@ class Cluster:
     def _arrive(self, request: SimulatedRequest) -> None:
         self._deliver()
         self._tally.num_arrived += 1
+        if not any(member.is_ready and member.stage == "decode" for member in self._members.values()):
+            if self._settings.asleep == "wait" and self._scaler is not None:
+                self._held.append(request)
+            else:
+                self._refuse()
+            return
+        self._place(request)
+
+    def _refuse(self) -> None:
+        self._outcome.num_refused += 1
+        self._tally.num_refused += 1
+        self._num_left -= 1
+
+    def _place(self, request: SimulatedRequest) -> None:
         router = self._draw.choice(self._routers) if len(self._routers) > 1 else self._routers[0]
         self._prompt = request.blocks
         tokens = np.broadcast_to(np.int32(0), (request.num_prompt,))  # only its length is looked at
         options = ServingOptions(priority=request.priority, session_id=request.session_id)
         try:
             placement = router.place(RoutingRequest(tokens, options))
-        except ResourceExhaustedError:
-            self._outcome.num_refused += 1
-            self._tally.num_refused += 1
-            self._num_left -= 1
+        except (ResourceExhaustedError, UnavailableError):
+            self._refuse()
             return
         self._outcome.num_predicted_tokens += placement.cached_tokens or 0
         service = Service(request, router, placement)
@@ -413,17 +429,20 @@ class Cluster:
         )  # fmt: skip
         num_prefill, num_decode = self._scaler.on_interval(figures)
         self._resize("prefill", max(num_prefill, 0))
-        self._resize("decode", max(num_decode, 1))
+        self._resize("decode", max(num_decode, 0))
+        if self._held and now - self._held[0].arrival_s > _LONGEST_SLEEP_S:
+            raise ConfigError(f"no worker for {len(self._held)} requests: whoever decides lets all sleep for a day")
         self._at(now + interval_s, self._decide)
 
     def _load_of(self, stage: StageName) -> StageLoad:
         members = self._serving(stage)
         workers = [member.worker for member in members if member.is_ready]
+        held = self._held if stage == "prefill" else []
         return StageLoad(
             len(workers), len(members) - len(workers),
             sum(worker.num_runs - worker.num_waiting for worker in workers),
-            sum(worker.num_waiting for worker in workers),
-            sum(worker.num_waiting_tokens for worker in workers),
+            len(held) + sum(worker.num_waiting for worker in workers),
+            sum(one.num_prompt for one in held) + sum(worker.num_waiting_tokens for worker in workers),
             tuple(worker.kv_usage for worker in workers),
             tuple(worker.num_waiting_tokens for worker in workers),
         )  # fmt: skip
@@ -448,6 +467,10 @@ class Cluster:
         if member.ended_s is None:
             member.is_ready = True
             self._show_workers()
+            if member.stage == "decode":
+                held, self._held = self._held, []
+                for request in held:
+                    self._place(request)
 
     def _leave_if_done(self, member: SimulatedMember) -> None:
         if not member.is_draining or member.worker.num_runs or member.ended_s is not None:

@@ -42,5 +42,5 @@ class IntervalFigures:
 
 class Scaler(Protocol):
     def on_interval(self, figures: IntervalFigures) -> tuple[int, int]:
-        """Return how many workers of prefill and decode there should be; decode 1 or more."""
+        """Return how many workers of prefill and decode there should be; none of both: asleep."""
         ...
