@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=options.seed,
     )
     try:
-        outcomes, rows = run_all(requests, settings, options)
+        outcomes, rows = ([], []) if options.alone else run_all(requests, settings, options)
         if bounds is not None:
             planned_outcomes, planned_rows = run_planners(requests, settings, options, bounds)
             outcomes, rows = outcomes + planned_outcomes, rows + planned_rows
@@ -142,6 +142,8 @@ def run_all(
 def planner_settings(options: argparse.Namespace) -> PlannerSettings | None:
     """None: without a planner. Raises ConfigError."""
     if options.planner is None:
+        if options.alone:
+            raise ConfigError("--alone: needs --planner TARGET")
         return None
     if min(options.prefill_workers) < 1:
         raise ConfigError("--planner: --prefill-workers 1 or more; it sizes prefill and decode apart")
@@ -180,10 +182,11 @@ def run_planners(
     for mode in options.modes:
         planner = WorkerPlanner(bounds, *engines, make_predictor(options.predictor))
         rule = DynamoRule(bounds, DynamoProfile(*engines))
-        for name, decide, interval_s in (
+        deciders = [
             ("planner", planner.decide, bounds.interval_s),
             ("dynamo", lambda observation, now, rule=rule: rule.decide(observation), DYNAMO_INTERVAL_S),
-        ):
+        ]
+        for name, decide, interval_s in deciders[:1] if options.alone else deciders:
             scaler = SimulatedScaler(decide)
             sized = dataclasses.replace(least, interval_s=interval_s)
             outcome = simulate(requests, mode, sized, Progress(f"{mode}, {name}", len(requests)), scaler)
@@ -217,8 +220,8 @@ def print_planners(rows: Sequence[dict[str, Any]]) -> None:
     print(f"\n{'':<26}{'SLO held':>10}{'worker-hours':>14}{'reversals':>11}{'in 10 min':>11}")
     for mode in dict.fromkeys(row["mode"] for row in rows):
         alike = [row for row in rows if row["mode"] == mode]
-        fixed = best_fixed([row for row in alike if "planner" not in row])
-        for row in [*(row for row in alike if "planner" in row), fixed]:
+        fixed = [row for row in alike if "planner" not in row]
+        for row in [*(row for row in alike if "planner" in row), *([best_fixed(fixed)] if fixed else [])]:
             name = f"{mode}, {row.get('planner') or 'best fixed ' + sizes_of(row)}"
             counts = (row.get("reversals", 0), row.get("most_reversals_in_10_min", 0))
             print(f"{name:<26}{row['good_share']:>10.2%}{row['worker_hours']:>14.1f}{counts[0]:>11}{counts[1]:>11}")
@@ -257,6 +260,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
     parser.add_argument("--slo-itl-ms", type=float, default=25.0)
     parser.add_argument("--planner", choices=get_args(PlannerTarget), help="its target: it, and Dynamo's rule, as well")
+    parser.add_argument("--alone", action="store_true", help="the planner, without what it is compared with")
     parser.add_argument("--predictor", choices=get_args(PredictorName), default="constant", help="of the planner")
     parser.add_argument("--max-gpus", type=int, help="its budget, one a worker; without it as much as the largest size")
     parser.add_argument("--interval-s", type=float, default=60.0, help="between two of its decisions")
