@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,20 +37,23 @@ def written(text: str, constants: Mapping[str, float], name: str = "recipe.yaml"
 
 
 def write(folder: Path, constants: Mapping[str, float]) -> list[str]:
-    """Set constants in a recipe folder and return what changed. Raises ConfigError; the file is whole or unchanged."""
+    """Set constants in a recipe folder and return what changed.
+
+    Raises ConfigError. The file is a checked one or unchanged.
+    """
     path = folder / "recipe.yaml"
     try:
         before = path.read_text(encoding="utf-8")
         text, said = written(before, constants, str(path))
         if text == before:
             return said
+        load_recipe(folder, json.dumps({"router": _parsed(text, str(path))["router"]}))  # as it will be
         fresh = path.with_name(".recipe.yaml.new")
         fresh.write_text(text, encoding="utf-8")
         os.chmod(fresh, path.stat().st_mode)
         fresh.replace(path)
     except OSError as error:
         raise ConfigError(f"--recipe {folder}: recipe.yaml can't be written ({error})") from error
-    load_recipe(folder)
     return said
 
 

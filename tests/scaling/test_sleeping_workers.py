@@ -98,7 +98,9 @@ def settings(tmp_path, monkeypatch):
 def test_the_program_advises_and_changes_nothing(launch, door, settings, capsys):
     options = (settings, "--advise", "--recipe=recipes/mocker-disagg", "--intervals=2")
     code, told = run(door, *options, capsys=capsys)
-    assert code == 0 and told.out.count("advice down: prefill 1, decode 2 -> 1 of 4 GPUs; no requests") == 1  # the second time
+    assert (
+        code == 0 and told.out.count("advice down: prefill 1, decode 2 -> 1 of 4 GPUs; no requests") == 1
+    )  # the second time
     assert not run_folder.must_sleep(launch.folder, "decode")
 
 

@@ -1,11 +1,12 @@
 """Advice: searches on known figures, loads, ranges, constants, and recipes that are written to."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from bireme.config import MockerConfig
+from bireme.config import CHECKOUT, MockerConfig
 from bireme.errors import ConfigError
 from bireme.sizing import recipe_constants
 from bireme.sizing.advice import (
@@ -232,3 +233,13 @@ def test_a_decision_stays_and_a_block_that_is_none_is_named():
     assert "transfer_ms: 0}" in text and "prefill_ms_per_token: 0.02" in text and "stays" in said[-1]
     with pytest.raises(ConfigError, match="router: None"):
         recipe_constants.written("router:\nmodel: a\n", NEW)
+
+
+def test_a_recipe_that_constants_would_break_stays_as_it_is(tmp_path):
+    folder = tmp_path / "mine"
+    shutil.copytree(CHECKOUT / "recipes/mocker-disagg", folder)
+    before = (folder / "recipe.yaml").read_text()
+    with pytest.raises(ConfigError, match="transfer_ms_per_token"):
+        recipe_constants.write(folder, {"transfer_ms_per_token": -1.0})
+    assert (folder / "recipe.yaml").read_text() == before
+    assert not list(folder.glob(".recipe*"))
