@@ -320,9 +320,10 @@ def test_a_minimum_of_none_holds_while_nobody_asks_and_the_first_request_brings_
     bounds = StageBounds(minimum=0)
     one = planner(target=target, prefill=bounds, decode=bounds)
     assert sizes(one.decide(seen(60.0, requests=3), 60.0)) == (1, 1)
-    assert sizes(one.decide(seen(120.0, requests=0), 120.0)) == (0, 0)
-    asked = seen(180.0, requests=1, prefill=stage(0), decode=stage(0, waiting=1))
-    assert sizes(one.decide(asked, 180.0)) == (1, 1)  # whatever direction it has just taken
+    one.decide(seen(120.0, requests=0), 120.0)
+    assert sizes(one.decide(seen(180.0, requests=0), 180.0)) == (0, 0)
+    asked = seen(240.0, requests=1, prefill=stage(0), decode=stage(0, waiting=1))
+    assert sizes(one.decide(asked, 240.0)) == (1, 1)  # whatever direction it has just taken
 
 
 def test_a_planner_that_begins_without_any_worker_has_a_first_one_for_whom_waits():
