@@ -10,7 +10,7 @@ targets as often as the largest, within 0.1% of requests.
     python benchmarks/planner_days.py --days chats --hours 3      # in a minute
 
 The table comes first, then the aims; the last line of stdout is one JSON document. A last request, alone, comes a
-quarter of an hour after the others: by then sizes are to be back at the minimum. Exit code 1 where an aim is missed.
+quarter of an hour after the others: by then sizes are to be back at the minimum.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "recorded" in options.days and options.recorded is None:
         print("planner_days: --recorded FILE, Mooncake's conversation trace, or --days chats,agents", file=sys.stderr)
         return 2
-    rows, are_met = list[dict[str, Any]](), True
+    rows = list[dict[str, Any]]()
     print(f"{'':<32}{'sizes':>8}{'SLO held':>10}{'worker-hours':>14}{'in 10 min':>11}{'most GPUs':>11}{'CPU s':>8}")
     with ProcessPoolExecutor(options.jobs) as pool:
         for day in options.days:
@@ -81,9 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print()
     for line in aims(rows, options):
         print(line)
-        are_met = are_met and line.endswith("ok")
     print(json.dumps({"benchmark": "planner_days", "options": vars(options), "rows": rows}))
-    return 0 if are_met else 1
+    return 0
 
 
 @functools.cache

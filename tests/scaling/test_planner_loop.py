@@ -63,7 +63,7 @@ def test_workers_follow_the_load_up_and_down_and_back_to_the_minimum_when_it_end
     assert played.workers == 3
     played.minutes(2, BUSY)
     played.minutes(8, BUSY)
-    played.minutes(2, 0)
+    played.minutes(3, 0)
     assert played.workers == 2 and played.records[-1].stages["prefill"].wanted == 1
 
 

@@ -127,6 +127,11 @@ def test_short_prompts_are_answered_by_both_recipes(run):
 
 
 @pytest.mark.soak
+def test_the_planner_s_days_end_with_their_figures():
+    found = last_line(run("benchmarks/planner_days.py"))
+    assert [row["way"] for row in found["rows"]] == ["planner", "dynamo", "fixed"]
+
+
 def test_the_simulator_is_beside_a_deployment_and_a_gpu_s_figures(run):
     found = last_line(run("benchmarks/simulator_check.py"))
     (cell,) = found["cells"]
