@@ -34,18 +34,23 @@ class Direction:
             return have, ""
         may_turn = now - self._reversed_at >= self.reversal_s
         if need < have and not is_idle:
-            if self._began_at is None or now - self._began_at < self.window_s:
-                return have, f"{need} would do, seen for less than {self.window_s:.0f} s"
-            lately = max(count for _, count in self._needs)
-            if lately >= have:
-                return have, f"{need} would do, {lately} were needed within {self.window_s:.0f} s"
-            need = have - 1 if self._way > 0 else lately
-            if not may_turn and self._way <= 0:
-                return have, f"{need} would do, held until it may turn up again"
+            need, against = self._down(now, have, need, may_turn)
+            if against:
+                return have, against
         if self._is_reversal(need - have) and not may_turn:
             left_s = self.reversal_s - (now - self._reversed_at)
             return have, f"{need} needed, the direction has just changed: held for {left_s:.0f} s more"
         return need, ""
+
+    def _down(self, now: float, have: int, need: int, may_turn: bool) -> tuple[int, str]:
+        if self._began_at is None or now - self._began_at < self.window_s:
+            return have, f"{need} would do, seen for less than {self.window_s:.0f} s"
+        lately = max(count for _, count in self._needs)
+        if lately >= have:
+            return have, f"{need} would do, {lately} were needed within {self.window_s:.0f} s"
+        if not may_turn and self._way <= 0:
+            return have, f"{need} would do, held until it may turn up again"
+        return (have - 1 if self._way > 0 else lately), ""
 
     def went(self, now: float, change: int) -> None:
         if not change:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 MOST_CLOCKS_APART_S = 5.0
@@ -57,13 +58,10 @@ class Observation:
         return ""
 
     def _absurd(self) -> str:
-        for name in ("num_requests", "prompt_tokens", "output_tokens", "ttft_ms", "itl_ms"):
+        most = {"late_share": 1.0, "slow_share": 1.0}
+        for name in ("num_requests", "prompt_tokens", "output_tokens", "ttft_ms", "itl_ms", *most):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                return f"absurd: {name} {value}"
-        for name in ("late_share", "slow_share"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
+            if value is not None and not 0 <= value <= most.get(name, sys.float_info.max):
                 return f"absurd: {name} {value}"
         if not 0 < self.interval_s < math.inf:
             return f"absurd: interval_s {self.interval_s}"

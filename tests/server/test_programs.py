@@ -127,7 +127,7 @@ def test_short_prompts_are_answered_by_both_recipes(run):
 
 
 @pytest.mark.soak
-def test_the_planner_s_days_end_with_their_figures():
+def test_the_planner_s_days_end_with_their_figures(run):
     found = last_line(run("benchmarks/planner_days.py"))
     assert [row["way"] for row in found["rows"]] == ["planner", "dynamo", "fixed"]
 
