@@ -122,8 +122,11 @@ def made(name: str, make: Any) -> Path:
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=cache) as scratch:
             done = Path(scratch) / name
             make(Path(scratch), done)
-            with contextlib.suppress(FileExistsError):  # another process was faster
+            try:
                 done.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process was faster
+                    raise
     except OSError as error:
         raise NotFetchedError(f"{folder}: {error}; set XDG_CACHE_HOME to a folder that can be written") from error
     say(f"{folder} is ready")
