@@ -115,17 +115,16 @@ class RunFolder:
                 entry.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete all that carries its name, stopped processes that can't end included."""
+        """Delete all that carries its name, stopped processes that can't end included; from any thread, and again."""
         with contextlib.suppress(OSError):  # /proc can't be read just now
             processes.kill_all(_orphans(self.path))
         _sweep_shared_memory(self.path)
         with self._mutex:
-            self._is_removed = True
+            self._is_removed, lock, self._lock = True, self._lock, None
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
+        if lock is not None:
+            os.close(lock)
             os.close(self._folder_lock)
-            self._lock = None
         with contextlib.suppress(OSError):  # the last launch removes the user's folder as well
             self.path.parent.rmdir()
 

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_launches_that_come_and_go_at_once_do_not_disturb_each_other(tmp_path):
     command = [sys.executable, "-c", COMES_AND_GOES, tmp_path / "base"]
     launches = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [launch.communicate()[1] for launch in launches] == [""] * 3
+
+
+def test_a_folder_that_two_threads_remove_at_once_is_removed_once(tmp_path):
+    """A second stop signal ends a launch while the first one does."""
+    for _ in range(20):
+        run_folder = RunFolder(tmp_path / "base")
+        with ThreadPoolExecutor(2) as pool:
+            for removed in [pool.submit(run_folder.remove) for _ in range(2)]:
+                removed.result()
+        assert not run_folder.path.exists()
 
 
 def test_a_base_that_is_removed_while_it_is_looked_at_is_made_again(tmp_path, monkeypatch):
