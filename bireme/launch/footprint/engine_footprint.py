@@ -123,7 +123,7 @@ class EngineSizes:
         plain = count.total * size + tables
         own = self.own_dtype
         if around.gpu_bytes:
-            return plain, 0
+            return plain - self._rounded_bytes(size), 0
         if not has_decoder or around.shares_weights:
             return plain, 0
         # Packed: the embeddings stay as they are, so that a tied head is a second copy of them.
@@ -132,6 +132,10 @@ class EngineSizes:
         packed = count.embeddings * size + (head + count.products) * packed_size + count.rest * _FLOAT_BYTES + tables
         is_mapped = self.files is not None and own == dtype  # the files are, and take none of its own
         return packed, max(0, plain * (not is_mapped) + (count.embeddings + 2 * head) * size - packed)
+
+    def _rounded_bytes(self, size: int) -> int:
+        """Return what quant_config saves on a GPU of weights of so many bytes each."""
+        return self.parameters.products * (size - 1) if self.config.quant_config.quant_algo else 0
 
 
 def _namespace(text: ConfigFields) -> SimpleNamespace:

@@ -56,6 +56,15 @@ def test_an_8b_model_takes_its_parameters_and_a_pool_of_a_gib_on_a_cpu(recipe):
     assert problems(recipe(), MachineMemory(64 * GIB)) == []
 
 
+def test_projections_that_are_rounded_to_8_bits_take_a_byte_each_on_a_gpu(recipe):
+    machine = MachineMemory(64 * GIB, gpus=(80 * GIB,))
+    plain, rounded = (
+        LaunchFootprint(recipe(engine={"quant_config": {"quant_algo": algo}}), machine, 4).workers[0].engine.weights
+        for algo in (None, "FP8_PER_CHANNEL_PER_TOKEN")
+    )
+    assert plain - rounded == 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
+
+
 def test_weights_beyond_all_memory_are_refused_with_what_is_there(recipe):
     (found,) = problems(recipe(), MachineMemory(8 * GIB))
     assert found.is_error and found.key == "workers.decode.engine_config.dtype"
