@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -80,6 +81,34 @@ def test_torchs_product_of_rounded_rows_is_ours(randn, form, rows):
     if form is WeightForm.FP8_BLOCKS and not rounded_linear._takes_blocks(0):
         pytest.skip("torch has no product with blocks on this GPU")
     close(rounded_linear.torchs(*given), rounded_linear.ours(*given), atol=0.5, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("form", "error", "is_raised"),
+    [
+        (WeightForm.FP8_BLOCKS, RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"), False),
+        (WeightForm.FP8_BLOCKS, torch.OutOfMemoryError("no room"), True),
+        (WeightForm.FP8_CHANNEL, RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"), True),
+    ],
+)
+def test_a_product_with_blocks_that_torch_lacks_is_our_kernels_and_said_once(
+    randn, monkeypatch, caplog, form, error, is_raised
+):
+    def lacks(*args):
+        raise error
+
+    monkeypatch.setattr(rounded_linear, "_is_torchs", lambda *args: True)
+    monkeypatch.setattr(rounded_linear, "torchs", lacks)
+    monkeypatch.setattr(rounded_linear, "_warn", functools.cache(rounded_linear._warn.__wrapped__))
+    weight, (values, scales) = stored(randn(128, 256), form), rounded(randn(20, 256), form)
+    given = (values, scales.t().contiguous().t(), weight, torch.float32)
+    if is_raised:
+        with pytest.raises(type(error)):
+            rounded_linear.rounded_linear(*given)
+        return
+    found = [rounded_linear.rounded_linear(*given) for _ in range(2)]
+    assert torch.equal(found[0], rounded_linear.ours(*given)) and torch.equal(*found)
+    assert [line.getMessage().split()[0] for line in caplog.records] == ["torch_product_off"]
 
 
 @pytest.mark.parametrize("form", FORMS)

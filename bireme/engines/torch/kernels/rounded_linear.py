@@ -7,6 +7,7 @@ and 128 x 128 blocks.
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 import triton
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.storage import BLOCK, E4M3, Fp8Weight, WeightForm
+from bireme.errors import one_line
+
+logger = logging.getLogger("bireme.engines.torch")
 
 FEW_ROWS = 64  # up to which our kernel takes products with blocks
 _STEP = 64  # of rows: cuBLASLt has no product with blocks for some others, whose scales it finds unaligned
@@ -70,10 +74,17 @@ def rounded_linear(
     if _is_torchs(x, weight, dtype):
         try:
             return torchs(x, x_scales, weight, dtype, bias)
-        except RuntimeError:
-            if weight.form is not WeightForm.FP8_BLOCKS:
+        except RuntimeError as error:
+            if weight.form is not WeightForm.FP8_BLOCKS or isinstance(error, torch.OutOfMemoryError):
                 raise
+            _warn(len(x) % BLOCK, weight.shape, one_line(error))
     return ours(x, x_scales, weight, dtype, bias)
+
+
+@functools.cache
+def _warn(rows: int, shape: torch.Size, reason: str) -> None:
+    """Once for each: it is slower than it could be."""
+    logger.warning("torch_product_off rows_beyond_128=%d weight=%s reason=%s", rows, tuple(shape), reason)
 
 
 def torchs(x: Tensor, x_scales: Tensor, weight: Fp8Weight, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
