@@ -1,12 +1,14 @@
 """GGUF files are served as the models that they were made of: greedy tokens are transformers', of each architecture."""
 
 import os
+import subprocess
+import sys
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
 from bireme.errors import ConfigError
@@ -41,13 +43,65 @@ def test_a_float32_file_is_the_model_that_was_written(tmp_path, architecture):
         assert engine.run([request(prompt, 24) for prompt in PROMPTS]) == expected
 
 
-@pytest.mark.parametrize("block_type", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_blocks_of_each_type_are_the_weights_that_transformers_makes_of_them(tmp_path, block_type):
-    file = models.save(tmp_path, "llama", gguf.GGMLQuantizationType[block_type])
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+def k_blocks(block_type, num_rows, num_blocks, random):
+    """Random blocks of 256 values with scales near 0.01."""
+    kind = gguf.GGMLQuantizationType[block_type]
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = random.integers(0, 256, (num_rows, num_blocks, size), dtype=np.uint8)
+    for at in {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[block_type]:
+        blocks[..., at : at + 2] = np.float16([1e-3]).view(np.uint8)
+    return blocks.reshape(num_rows, -1), kind
+
+
+# A program of its own, because transformers needs accelerate for this, which engines import it without.
+LOADED = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+for file in map(Path, sys.argv[1:]):
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(state, file.with_suffix(".safetensors"))
+"""
+TYPES = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def save_k(folder, block_type):
+    """Write a model whose matrices are random blocks of 256."""
+    model = models.build("llama", **models.WIDE)
+    tensors, random = models.tensors_of("llama", model), np.random.default_rng(3)
+    raw = {
+        name: k_blocks(block_type, len(values), values.shape[1] // 256, random)
+        for name, values in tensors.items()
+        if values.ndim == 2
+    }
+    plain = {name: values for name, values in tensors.items() if values.ndim == 1}
+    texts = models.metadata_of("llama", model) | models.byte_tokenizer(model.config.vocab_size)
+    return write(folder / "k.gguf", texts, plain, raw=raw)
+
+
+@pytest.fixture(scope="module")
+def files_of_types(tmp_path_factory):
+    """Return a file of each type, beside which the weights lie that transformers makes of it."""
+    files = {}
+    for name in TYPES:
+        folder = tmp_path_factory.mktemp(name)
+        kind = gguf.GGMLQuantizationType[name]
+        files[name] = save_k(folder, name) if name.endswith("_K") else models.save(folder, "llama", kind)
+    done = subprocess.run([sys.executable, "-c", LOADED, *files.values()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return files
+
+
+@pytest.mark.parametrize("block_type", TYPES)
+def test_blocks_of_each_type_are_the_weights_that_transformers_makes_of_them(files_of_types, block_type):
+    file = files_of_types[block_type]
+    wanted = load_file(file.with_suffix(".safetensors"))
     loaded = read_model(open_checkpoint(str(file)), "float32", CPU).state_dict()
-    assert loaded.keys() == reference.state_dict().keys()
-    for name, tensor in reference.state_dict().items():
+    assert loaded.keys() == wanted.keys()
+    for name, tensor in wanted.items():
         assert torch.equal(tensor, loaded[name]), name
 
 
@@ -62,34 +116,6 @@ def test_quantized_tokens_are_transformers_aggregated_and_disaggregated_with_reu
         assert pair.run(PROMPTS, max_tokens=24) == expected
         assert pair.run(PROMPTS, max_tokens=24) == expected  # from reused blocks
         pair.assert_nothing_is_held()
-
-
-def k_blocks(block_type, num_rows, num_blocks, random):
-    """Random blocks of 256 values with scales near 0.01."""
-    kind = gguf.GGMLQuantizationType[block_type]
-    size = gguf.GGML_QUANT_SIZES[kind][1]
-    blocks = random.integers(0, 256, (num_rows, num_blocks, size), dtype=np.uint8)
-    for at in {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[block_type]:
-        blocks[..., at : at + 2] = np.float16([1e-3]).view(np.uint8)
-    return blocks.reshape(num_rows, -1), kind
-
-
-@pytest.mark.parametrize("block_type", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
-def test_blocks_of_256_are_the_weights_that_transformers_makes_of_them(tmp_path, block_type):
-    model = models.build("llama", **models.WIDE)
-    tensors, random = models.tensors_of("llama", model), np.random.default_rng(3)
-    raw = {
-        name: k_blocks(block_type, len(values), values.shape[1] // 256, random)
-        for name, values in tensors.items()
-        if values.ndim == 2
-    }
-    plain = {name: values for name, values in tensors.items() if values.ndim == 1}
-    texts = models.metadata_of("llama", model) | models.byte_tokenizer(model.config.vocab_size)
-    file = write(tmp_path / "k.gguf", texts, plain, raw=raw)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
-    loaded = read_model(open_checkpoint(str(file)), "float32", CPU).state_dict()
-    for name, tensor in reference.state_dict().items():
-        assert torch.equal(tensor, loaded[name]), name
 
 
 def test_a_file_in_parts_is_the_model_of_one(tmp_path):
