@@ -21,6 +21,7 @@ ABSENT = {
     "bireme_routed_generations_total": "one generation serves alone",
     "bireme_weights_engines": "the memory service is off",
     "bireme_prompt_attention": "engines on a CPU have one attention",
+    "bireme_planner_": "no planner runs",
 }
 
 
