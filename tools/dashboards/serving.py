@@ -202,11 +202,14 @@ ENGINES = Row(
                 choice=by("worker", "path"),
                 shape="stacked",
             ),
-            lines("Attention of long prompts", "bireme_prompt_attention", choice=by("worker", "kernel"), combine="max"),
             rare(
                 "Preempted and rested",
                 {"bireme_preemptions_total": "preempted", "bireme_best_effort_rests_total": "rested"},
             ),
+        ],
+        [
+            lines("Attention of long prompts", "bireme_prompt_attention", choice=by("worker", "kernel"), combine="max"),
+            lines("Form of the weights", "bireme_weights_form", choice=by("worker", "form"), combine="max"),
         ],
         [
             lines("Ready and asleep", {"bireme_engine_up": "ready", "bireme_engine_asleep": "asleep"}),
