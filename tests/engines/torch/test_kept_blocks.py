@@ -24,8 +24,9 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 @pytest.fixture(autouse=True)
-def compiled():
-    library()
+def compiled(tmp_path, monkeypatch):
+    library()  # stays in this process, and in the user's cache; model folders do not
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
