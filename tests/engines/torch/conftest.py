@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bireme.engines.torch import native
 from tests.engines.torch.quick_interpreter import make_quick
 
 make_quick()
@@ -31,6 +34,19 @@ class TinyModel:
             answers = tiny_models.generate(self.module, [list(prompt) for prompt, *_ in new], num_tokens, eos)
             self._known |= zip(new, answers, strict=True)
         return [self._known[key] for key in keys]
+
+
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of caches that has what is compiled for this machine, and no model folders of files in GGUF."""
+    with contextlib.suppress(native.NativeUnavailableError):
+        native.load()
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bireme"
+    home = tmp_path_factory.mktemp("cache")
+    (home / "bireme").mkdir(mode=0o700)
+    for library in users.glob("decoder-*.so"):
+        (home / "bireme" / library.name).symlink_to(library)
+    return home
 
 
 @pytest.fixture

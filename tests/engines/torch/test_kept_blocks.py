@@ -24,9 +24,9 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 @pytest.fixture(autouse=True)
-def compiled(tmp_path, monkeypatch):
-    library()  # stays in this process, and in the user's cache; model folders do not
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def compiled(cache_home, monkeypatch):
+    library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
 
 
 @pytest.fixture
