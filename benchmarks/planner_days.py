@@ -211,7 +211,8 @@ def aims(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Iterato
 
 def aim(what: str, figure: float, limit: float, is_least: bool = False) -> str:
     is_met = figure >= limit if is_least else figure <= limit
-    return f"aim: {what} {figure:.4f}, at {'least' if is_least else 'most'} {limit:g}: {'ok' if is_met else 'MISSED'}"
+    bound, word = "more" if is_least else "less", "ok" if is_met else "BELOW"
+    return f"aim: {what} {figure:.4f}, {limit:g} or {bound} asked for: {word}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

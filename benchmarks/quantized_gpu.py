@@ -411,7 +411,7 @@ def tell_aims() -> None:
         for what, most in aims.items():
             found = REPORT["cases"].get(f"{form} prompt" if what == "prompt" else f"{form} {what} rows") or {}
             share = found.get("ratio")
-            word = "not measured" if share is None else "ok" if share <= most else "ABOVE"
+            word = "not measured" if share is None else "ok" if share <= most else "BELOW"
             print(f"aim: {form} {what} {share} of bfloat16's time, {most} asked for: {word}", flush=True)
 
 

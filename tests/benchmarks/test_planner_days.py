@@ -34,8 +34,8 @@ def test_the_best_fixed_size_has_one_more_where_both_stages_miss_others():
 
 
 def test_an_aim_says_whether_it_is_met():
-    assert planner_days.aim("hours", 0.91, 0.9).endswith("at most 0.9: MISSED")
-    assert planner_days.aim("held", 0.0, 0.0, is_least=True).endswith("at least 0: ok")
+    assert planner_days.aim("hours", 0.91, 0.9).endswith("0.9 or less asked for: BELOW")
+    assert planner_days.aim("held", 0.0, 0.0, is_least=True).endswith("0 or more asked for: ok")
 
 
 @pytest.mark.parametrize("make", [chats_day, agents_day])
