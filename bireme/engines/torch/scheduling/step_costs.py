@@ -116,9 +116,12 @@ class _Cell:
         # The largest is an exception: a kernel was compiled, a neighbor had the machine.
         self.most = ordered[last - max(1, last // 8)] if last + 1 >= _FEW else min(ordered[0], _FEW_MOST)
 
-    def scale(self, factor: float) -> None:
-        self.ratios = deque([ratio * factor for ratio in self.ratios], _KEPT)
-        self.sort()
+    def scaled(self, factor: float) -> _Cell:
+        found = _Cell()
+        found.work, found.num, found.is_idle = self.work, self.num, self.is_idle
+        found.ratios.extend(ratio * factor for ratio in self.ratios)
+        found.sort()
+        return found
 
     def age(self) -> bool:
         """Forget the worst where no step has come: what nobody tries because it was slow would stay so for ever.
@@ -134,56 +137,23 @@ class _Cell:
         return True
 
 
-class StepCosts:
-    """Changed by the engine's thread alone; other threads may ask."""
+class _Table:
+    """A form, and the cells that are compared with it. Who asks from another thread has both of the same fit."""
 
-    def __init__(self, known: Iterable[StepTime] = ()) -> None:
-        self.num_landed = 0
-        self.most_prefill = 0  # tokens of prompts in a step that has been measured
-        self._form = _FIRST_FORM
-        self._cells: dict[_Place, _Cell] = {}
-        self._fits_at = _FIRST_FIT
-        for one in known:
-            self._add(one.work, one.ms / 1e3)
-        if self._cells:
-            self._fit()
+    __slots__ = ("cells", "form")
 
-    def landed(self, works: Sequence[StepWork], seconds: float) -> None:
-        """Learn from steps that ended: of several, whose ends nobody saw, by what the form gives each."""
-        total = sum(map(self._by_form, works)) if len(works) > 1 else 0.0
-        for work in works:
-            cell = self._add(work, seconds * self._by_form(work) / total if total else seconds)
-            self.num_landed += 1
-            if self.num_landed >= self._fits_at or cell.num == _FEW:
-                self._fit()
+    def __init__(self, form: _Form, cells: dict[_Place, _Cell]) -> None:
+        self.form, self.cells = form, cells
 
-    def least_s(self, work: StepWork) -> float:
-        """Return what the quickest of the last such steps took; 0: there was one at most."""
-        return self._by_form(work) * self._ratio(work, "least", 0.0)
-
-    def usual_s(self, work: StepWork) -> float:
-        return self._by_form(work) * self._ratio(work, "usual", 1.0)
-
-    def most_s(self, work: StepWork) -> float:
-        """Return what such a step hardly ever exceeds."""
-        return self._by_form(work) * self._ratio(work, "most", 1.0)
-
-    def points(self) -> list[StepTime]:
-        """Return a point for each cell, from any thread."""
-        found = []
-        for cell in list(self._cells.values()):
-            work = StepWork(*map(round, cell.work))
-            found.append(StepTime.of(work, cell.usual * self._by_form(work)))
-        return sorted(found, key=lambda one: (one.prefill_tokens, one.decode_rows, one.context_tokens))
-
-    def _by_form(self, work: StepWork | _Means) -> float:
-        constant, a_row, a_token, a_context, a_look = self._form
+    def by_form(self, work: StepWork | _Means) -> float:
+        constant, a_row, a_token, a_context, a_look = self.form
         rows, tokens, context, looks = work
         return constant + a_row * rows + a_token * tokens + a_context * context + a_look * looks
 
-    def _ratio(self, work: StepWork, which: str, unknown: float) -> float:
+    def seconds(self, work: StepWork, which: str, unknown: float) -> float:
+        """Return the form's seconds times a comparison of the cells around, `unknown` where there are none."""
         total = weight = 0.0
-        cells, contexts = self._cells, _neighbors(work[2])
+        cells, contexts = self.cells, _neighbors(work[2])
         pairs = itertools.product(_neighbors(work[0]), _neighbors(work[1]))
         for (rows, first), (tokens, second) in pairs:
             for context, third in contexts:
@@ -191,25 +161,77 @@ class StepCosts:
                     share = first * second * third
                     weight += share
                     total += share * getattr(cell, which)
-        return total / weight if weight else unknown
+        return self.by_form(work) * (total / weight if weight else unknown)
+
+    def scaled_to(self, form: _Form) -> _Table:
+        """Return the same cells, but those that nobody believes any more, compared with another form."""
+        found = _Table(form, {})
+        for place, cell in self.cells.items():
+            scaled = cell.scaled(self.by_form(cell.work) / found.by_form(cell.work))
+            if scaled.age():
+                found.cells[place] = scaled
+        return found
+
+
+class StepCosts:
+    """Changed by the engine's thread alone; other threads may ask."""
+
+    def __init__(self, known: Iterable[StepTime] = ()) -> None:
+        self.num_landed = 0
+        self.most_prefill = 0  # tokens of prompts in a step that has been measured
+        self._table = _Table(_FIRST_FORM, {})
+        self._fits_at = _FIRST_FIT
+        for one in known:
+            self._add(one.work, one.ms / 1e3)
+        if self._table.cells:
+            self._fit()
+
+    def landed(self, works: Sequence[StepWork], seconds: float) -> None:
+        """Learn from steps that ended: of several, whose ends nobody saw, by what the form gives each."""
+        total = sum(map(self._table.by_form, works)) if len(works) > 1 else 0.0
+        for work in works:
+            cell = self._add(work, seconds * self._table.by_form(work) / total if total else seconds)
+            self.num_landed += 1
+            if self.num_landed >= self._fits_at or cell.num == _FEW:
+                self._fit()
+
+    def least_s(self, work: StepWork) -> float:
+        """Return what the quickest of the last such steps took; 0: there was one at most."""
+        return self._table.seconds(work, "least", 0.0)
+
+    def usual_s(self, work: StepWork) -> float:
+        return self._table.seconds(work, "usual", 1.0)
+
+    def most_s(self, work: StepWork) -> float:
+        """Return what such a step hardly ever exceeds."""
+        return self._table.seconds(work, "most", 1.0)
+
+    def points(self) -> list[StepTime]:
+        """Return a point for each cell, from any thread."""
+        found, table = [], self._table
+        for cell in list(table.cells.values()):
+            work = StepWork(*map(round, cell.work))
+            found.append(StepTime.of(work, cell.usual * table.by_form(work)))
+        return sorted(found, key=lambda one: (one.prefill_tokens, one.decode_rows, one.context_tokens))
 
     def _add(self, work: StepWork, seconds: float) -> _Cell:
         rows, tokens, context, _ = work
         place = rows.bit_length(), tokens.bit_length(), context.bit_length()
-        cell = self._cells.get(place)
+        cells = self._table.cells
+        cell = cells.get(place)
         if cell is None:
-            if len(self._cells) >= _MOST_CELLS:
-                del self._cells[min(self._cells, key=lambda one: self._cells[one].num)]
-            cell = self._cells[place] = _Cell()
-        cell.add(work, seconds / self._by_form(work))
+            if len(cells) >= _MOST_CELLS:
+                del cells[min(cells, key=lambda one: cells[one].num)]
+            cell = cells[place] = _Cell()
+        cell.add(work, seconds / self._table.by_form(work))
         self.most_prefill = max(self.most_prefill, tokens)
         return cell
 
     def _fit(self) -> None:
         """Fit the form to what the cells say, by relative errors; what they don't tell, the first form says."""
         self._fits_at = self.num_landed + min(max(self.num_landed, _FIRST_FIT), _FIT_EVERY)
-        cells, first = list(self._cells.values()), np.array(_FIRST_FORM)
-        seconds = np.array([cell.usual * self._by_form(cell.work) for cell in cells])
+        cells, first = list(self._table.cells.values()), np.array(_FIRST_FORM)
+        seconds = np.array([cell.usual * self._table.by_form(cell.work) for cell in cells])
         parts = np.array([(1.0, *cell.work) for cell in cells]) * first
         machine = float(np.median(seconds / parts.sum(1)))  # how much slower it is than the first form
         weights = np.sqrt([min(cell.num, _KEPT) / _KEPT for cell in cells])
@@ -224,12 +246,8 @@ class StepCosts:
             free &= ~low
             if not low.any():
                 break
-        before = [self._by_form(cell.work) for cell in cells]
         constant, a_row, a_token, a_context, a_look = (first * slopes).tolist()
-        self._form = constant, a_row, a_token, a_context, a_look
-        for cell, was in zip(cells, before, strict=True):
-            cell.scale(was / self._by_form(cell.work))
-        self._cells = {place: cell for place, cell in self._cells.items() if cell.age()}
+        self._table = self._table.scaled_to((constant, a_row, a_token, a_context, a_look))
 
 
 @functools.lru_cache(4096)
