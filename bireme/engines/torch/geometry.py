@@ -75,6 +75,28 @@ class TopKRouter:
     weight: Tensor  # (E, hidden)
     top_k: int
     is_normed: bool  # the weights of those chosen add up to one
+    bias: Tensor | None = None  # (E,)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gpt-oss' gate: g * sigmoid(alpha * g) * (u + 1), of g = min(gate, limit) and u = up within the limit, both ways.
+
+    Rows of gate and of up take turns in the weights, where others have all of gate above all of up.
+    """
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What an MLP of E experts, I wide, has beside their weights."""
+
+    router: TopKRouter
+    clamp: ClampedGate | None = None
+    gate_up_bias: Tensor | None = None  # (E, 2 I)
+    down_bias: Tensor | None = None  # (E, hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
-    """Return the tiny model of a name: llama, qwen3 or gemma3 (window 32); what follows a space is the test's."""
+    """Return the tiny model of a name: llama, qwen3, gemma3 (window 32) or gpt_oss (sinks, window 32).
+
+    What follows a space is the test's.
+    """
     import torch
 
     from tests.engines.torch import tiny_models
@@ -76,6 +79,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
     kinds = {"llama": ("llama", {}), "qwen3": ("qwen3", {}), "gemma3": ("gemma3_text", tiny_models.WINDOW)}
+    kinds["gpt_oss"] = ("gpt_oss", tiny_models.SETTINGS["gpt_oss"] | {"sliding_window": 32})
     made: dict[str, TinyModel] = {}
 
     def get(name: str) -> TinyModel:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.engines.torch.geometry import Rotary
+from bireme.engines.torch.geometry import ClampedGate, Rotary
 from bireme.engines.torch.kernels.decode_attention import Scratch
 from bireme.engines.torch.kernels.step_begin import NO_BLOCK, TAKE_LAST
 
@@ -24,6 +24,7 @@ def decode_attention(
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same, row by row."""
     rows = sorted({tuple(part[:3]) for part in parts.tolist() if part[6]})
@@ -44,8 +45,8 @@ def decode_attention(
     )
     num_kv = keys.shape[1] // rotary.cos_sin.shape[1]
     query, lengths = turned[:, :num_heads], position + 1
-    found = paged_decode(query, keys, values, own, lengths, block_size, num_kv, scaling, window, softcap or None)
-    return found.flatten(1)
+    settings = (block_size, num_kv, scaling, window, softcap or None, sinks)
+    return paged_decode(query, keys, values, own, lengths, *settings).flatten(1)
 
 
 def choose_experts(logits: Tensor, top_k: int, is_normed: bool) -> tuple[Tensor, Tensor]:
@@ -53,10 +54,23 @@ def choose_experts(logits: Tensor, top_k: int, is_normed: bool) -> tuple[Tensor,
     return chosen.int(), shares / shares.sum(-1, keepdim=True) if is_normed else shares
 
 
-def experts_linear(x: Tensor, weight: Tensor, chosen: Tensor, is_gated: bool = False, is_gelu: bool = False) -> Tensor:
+def experts_linear(
+    x: Tensor,
+    weight: Tensor,
+    chosen: Tensor,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+    bias: Tensor | None = None,
+    clamp: ClampedGate | None = None,
+) -> Tensor:
     """The same in float32; chosen (P,)."""
     rows = x.repeat_interleave(len(chosen) // len(x), 0).float()
     result = torch.stack([weight[expert].float() @ row for expert, row in zip(chosen.tolist(), rows, strict=True)])
+    if bias is not None:
+        result += bias[chosen.long()].float()
+    if clamp is not None and is_gated:
+        own, up = result[:, ::2].clamp(max=clamp.limit), result[:, 1::2].clamp(-clamp.limit, clamp.limit)
+        return (own * torch.sigmoid(clamp.alpha * own) * (up + 1)).to(x.dtype)
     return (gate(result, is_gelu) if is_gated else result).to(x.dtype)
 
 
@@ -75,11 +89,14 @@ def add_row_experts(
     gate_up: Tensor,
     down: Tensor,
     is_gelu: bool = False,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamp: ClampedGate | None = None,
 ) -> Tensor:
     """The same in float32; `x` is left alone."""
     normed = F.rms_norm(x.float(), (x.shape[1],), norm.float(), eps)
-    inner = experts_linear(normed, gate_up, chosen.view(-1), True, is_gelu).to(x.dtype)
-    return add_shares(experts_linear(inner.float(), down, chosen.view(-1)), shares, x)
+    inner = experts_linear(normed, gate_up, chosen.view(-1), True, is_gelu, gate_up_bias, clamp).to(x.dtype)
+    return add_shares(experts_linear(inner.float(), down, chosen.view(-1), bias=down_bias), shares, x)
 
 
 def few_rows_linear(

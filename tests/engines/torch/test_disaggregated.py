@@ -65,8 +65,11 @@ class Pair:
         assert len(self.transfers[0].leases) == 0
 
 
-@pytest.mark.parametrize(("prefill_size", "decode_size"), [(32, 16), (16, 32), (8, 24)])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+SIZES = [(32, 16), (16, 32), (8, 24)]
+PAIRS = [(name, *sizes) for name in ("llama", "gemma3") for sizes in SIZES]
+
+
+@pytest.mark.parametrize(("name", "prefill_size", "decode_size"), [*PAIRS, ("gpt_oss", 8, 24)])
 def test_disaggregated_output_equals_generate(tiny, name, prefill_size, decode_size):
     model = tiny(name)
     with Pair(model.path, prefill_size, decode_size) as pair:

@@ -50,7 +50,7 @@ def test_sixteen_requests_at_once_equal_generate(tiny, name, budget, size):
         assert engine.manager.num_referenced == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "gpt_oss"])
 def test_reused_blocks_give_the_same_tokens(tiny, name):
     model = tiny(name)
     with Harness(model.path, max_num_tokens=64, tokens_per_block=8) as engine:
@@ -92,7 +92,7 @@ def test_without_reuse_nothing_is_cached(tiny, name):
         assert engine.manager.num_cached == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "gpt_oss"])
 def test_preempted_requests_equal_generate(tiny, name):
     model = tiny(name)
     settings = {"queue": {"capacity_scheduler_policy": "MAX_UTILIZATION"}, "max_tokens": 320, "tokens_per_block": 8}

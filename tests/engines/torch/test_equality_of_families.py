@@ -11,7 +11,7 @@ from tests.engines.torch.tiny_models import SETTINGS
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; CPUs have another decoder")
-FAMILIES = "mistral ministral seed_oss qwen2 qwen3_moe mixtral gemma gemma2 gemma3_text".split()
+FAMILIES = "mistral ministral seed_oss qwen2 qwen3_moe mixtral gemma gemma2 gemma3_text gpt_oss".split()
 PROMPTS = make_prompts(*MIXED[:10])
 PREEMPTING = {"queue": {"capacity_scheduler_policy": "MAX_UTILIZATION"}, "max_tokens": 320, "max_num_tokens": 64}
 

@@ -50,6 +50,7 @@ KINDS = {
         "final_logit_softcapping": 2.0,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "gpt_oss": {"num_hidden_layers": 2, "sliding_window": 10, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 ENGINE = {"max_seq_len": 24, "max_batch_size": 2, "tokens_per_block": 4}
 
@@ -305,6 +306,7 @@ def test_steps_go_on_without_graphs_that_cannot_be_made_or_compute_something_els
         ("gemma2", KINDS["gemma2"], [10, 0, 10, 0], 2),
         ("gemma3_text", {}, [10, 10, 10, 0], 4),
         ("qwen3_moe", KINDS["qwen3_moe"] | {"mlp_only_layers": [2]}, [0, 0, 0, 0], 3),
+        ("gpt_oss", KINDS["gpt_oss"], [10, 0, 10, 0], 2),
     ],
 )
 def test_a_graph_is_warmed_by_as_many_layers_as_hold_all_kinds(family, changes, windows, expected):

@@ -20,6 +20,7 @@ from bireme.messages import SamplingParams
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch.forward import decoder_weights
 from bireme.engines.torch.forward.flight import Flight
+from bireme.engines.torch.geometry import ClampedGate
 from bireme.engines.torch.kernels import (
     chunk_attention,
     decode_attention,
@@ -106,6 +107,34 @@ def test_the_experts_of_one_row_equal_plain_torch(randn, is_gelu):
     close(x, expected, atol=1e-4, rtol=1e-4)
 
 
+CLAMP = ClampedGate(limit=2.0, alpha=1.702)
+
+
+@pytest.mark.parametrize("rows", [3, 40, 100])
+def test_the_products_of_experts_with_a_bias_and_a_clamped_gate_equal_plain_torch(randn, rows):
+    x, gate_up, down = randn(rows, 40), randn(6, 48, 40), randn(6, 40, 24)
+    biases = randn(6, 48), randn(6, 40)
+    chosen, _ = experts.choose_experts(randn(rows, 6), 2, True)
+    tiles, of = experts.group_pairs(chosen, 6), chosen.view(-1)
+    gated = experts.experts_linear(x, gate_up, tiles, True, False, biases[0], CLAMP)
+    expected = references.experts_linear(x, gate_up, of, True, False, biases[0], CLAMP)
+    close(gated, expected, atol=1e-4, rtol=1e-4)
+    found = experts.experts_linear(gated, down, tiles, bias=biases[1])
+    close(found, references.experts_linear(gated, down, of, bias=biases[1]), atol=1e-4, rtol=1e-4)
+
+
+def test_one_row_of_experts_with_a_bias_and_a_clamped_gate_equals_plain_torch(randn):
+    x, norm, gate_up, down = randn(1, 40), randn(40), randn(6, 48, 40), randn(6, 40, 24)
+    chosen, shares = experts.choose_experts(randn(1, 6), 3, True)
+    given = (x, norm, 1e-5, chosen, shares, gate_up, down, False, randn(6, 48), randn(6, 40), CLAMP)
+    expected = references.add_row_experts(*given)
+    experts.add_row_experts(*given)
+    close(x, expected, atol=1e-4, rtol=1e-4)
+    gate_up[int(chosen[0, 0])] = float("nan")
+    experts.add_row_experts(*given)
+    assert x.isnan().all()  # a clamp hides nothing
+
+
 @pytest.mark.parametrize("rows", [5, 90])
 def test_pairs_of_an_expert_share_tiles_and_each_pair_has_one(randn, rows):
     chosen, _ = experts.choose_experts(randn(rows, 8), 3, True)
@@ -136,10 +165,15 @@ def test_keys_and_values_are_turned_and_stored_as_in_plain_torch(randn, size, ha
 
 
 @pytest.mark.parametrize(
-    ("size", "has_norms", "window", "softcap"),
-    [(16, False, 0, 0.0), (16, False, 33, 2.0), (24, True, 33, 0.0), (24, True, 0, 0.5)],
+    ("size", "has_norms", "window", "softcap", "has_sinks"),
+    [
+        (16, False, 0, 0.0, True),
+        (16, False, 33, 2.0, False),
+        (24, True, 33, 0.0, True),
+        (24, True, 0, 0.5, False),
+    ],
 )
-def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window, softcap):
+def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window, softcap, has_sinks):
     qkv, how = randn(4, (HEADS + 2 * NUM_KV) * size), a_rotary(randn, size, has_norms)
     slots, positions = (np.array(values, dtype=np.int32) for values in ([2, 0, 3, 1], [0, 70, 133, 256]))
     most = decode_attention.most_parts(NUM_KV)
@@ -149,18 +183,22 @@ def test_a_decode_step_attends_as_plain_torch(randn, size, has_norms, window, so
     table = torch.randperm(BLOCKS, device=DEVICE).view(4, 40).int()
     scratch = decode_attention.Scratch.make(4, HEADS, NUM_KV, size, torch.device(DEVICE))
     rows = randn(BLOCKS * BLOCK_SIZE, NUM_KV * size), randn(BLOCKS * BLOCK_SIZE, NUM_KV * size)
-    results = []
+    sinks, results = 3 * randn(HEADS) if has_sinks else None, []
     for function in (decode_attention.decode_attention, references.decode_attention):
         keys, values = rows[0].clone(), rows[1].clone()
         told = torch.from_numpy(parts).to(DEVICE)
-        out = function(qkv, how, told, table, keys, values, scratch, BLOCK_SIZE, HEADS, 0.3, window, softcap)
+        settings = (BLOCK_SIZE, HEADS, 0.3, window, softcap, sinks)
+        out = function(qkv, how, told, table, keys, values, scratch, *settings)
         results.append((out, keys, values))
     close(*results)
     assert not scratch.counters.any()
 
 
-@pytest.mark.parametrize(("size", "window", "softcap"), [(16, 0, 0.0), (16, 33, 2.0), (24, 33, 0.0), (24, 0, 0.5)])
-def test_chunks_of_prompts_attend_as_plain_torch(randn, size, window, softcap):
+@pytest.mark.parametrize(
+    ("size", "window", "softcap", "has_sinks"),
+    [(16, 0, 0.0, True), (16, 33, 2.0, False), (24, 33, 0.0, True), (24, 0, 0.5, False)],
+)
+def test_chunks_of_prompts_attend_as_plain_torch(randn, size, window, softcap, has_sinks):
     chunks = [(0, 20, 2, 0), (20, 1, 0, 70), (21, 37, 3, 133)]  # first row, rows, slot, position; row 58 is nobody's
     tokens = chunk_attention.tile_tokens(HEADS, NUM_KV)
     tiles = np.concatenate(
@@ -172,13 +210,15 @@ def test_chunks_of_prompts_attend_as_plain_torch(randn, size, window, softcap):
     table = torch.randperm(BLOCKS, device=DEVICE).view(4, 40).int()
     out = torch.zeros(59, HEADS * size, device=DEVICE)
     told = torch.from_numpy(tiles).to(DEVICE)
-    chunk_attention.chunk_attention(query, told, table, keys, values, out, BLOCK_SIZE, HEADS, 0.3, window, softcap)
+    sinks = 3 * randn(HEADS) if has_sinks else None
+    settings = (BLOCK_SIZE, HEADS, 0.3, window, softcap, sinks)
+    chunk_attention.chunk_attention(query, told, table, keys, values, out, *settings)
     expected = torch.zeros_like(out)
     for first, count, slot, position in chunks:
         rows = slice(first, first + count)
         lengths = torch.arange(position, position + count, device=DEVICE) + 1
         seen = (query[rows, :HEADS], keys, values, table[slot].expand(count, -1), lengths, BLOCK_SIZE, NUM_KV, 0.3)
-        expected[rows] = references.paged_decode(*seen, window, softcap or None).flatten(1)
+        expected[rows] = references.paged_decode(*seen, window, softcap or None, sinks).flatten(1)
     close(out, expected)
 
 

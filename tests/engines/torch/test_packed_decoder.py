@@ -44,10 +44,11 @@ def assert_close(found, expected, dtype):
     assert float((found - expected).float().norm() / expected.float().norm()) < CLOSE[dtype]
 
 
-def layer(dtype, heads=4, kv_heads=2, size=16, window=0, is_normed=False, softcap=0.0):
+def layer(dtype, heads=4, kv_heads=2, size=16, window=0, is_normed=False, softcap=0.0, has_sinks=False):
     norms = (randn(size) + 2, randn(size) + 1) if is_normed else (None, None)
     keys, values = randn(17 * 8, kv_heads * size, dtype=dtype), 2 * randn(17 * 8, kv_heads * size, dtype=dtype)
-    return AttentionLayer(Rotary(randn(99, size), 1e-6, *norms), keys, values, heads, 8, window, size**-0.5, softcap)
+    rotary, sinks = Rotary(randn(99, size), 1e-6, *norms), 3 * randn(heads) if has_sinks else None
+    return AttentionLayer(rotary, keys, values, heads, 8, window, size**-0.5, softcap, sinks)
 
 
 @dtypes
@@ -73,6 +74,7 @@ def test_norms_and_gates_in_cpp_equal_plain_torch(dtype):
         {"size": 128, "is_normed": True, "window": 20},
         {"size": 256, "is_normed": True},
         {"size": 32, "softcap": 2.0},
+        {"heads": 8, "window": 20, "has_sinks": True},
     ],
     ids=str,
 )

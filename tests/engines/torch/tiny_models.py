@@ -94,9 +94,11 @@ def build(model_type: str, seed: int = 0, **changes: Any) -> Any:
     settings = {name: value for name, value in (BASE | changes).items() if value is not None}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).float().eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or name.endswith("proj.bias"):  # which are zeros
             torch.nn.init.normal_(parameter, std=0.15)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(torch.randn_like(head.weight) * 0.5)  # a new tensor: no longer tied
     return model.requires_grad_(False)

@@ -38,6 +38,7 @@ class AttentionLayer:
     window: int  # 0: none
     scaling: float
     softcap: float = 0.0  # 0: none
+    sinks: Tensor | None = None  # (H,) float32
 
     @property
     def size(self) -> int:
@@ -49,7 +50,7 @@ class AttentionLayer:
 
     @property
     def extras(self) -> Extras:
-        return Extras(self.scaling, self.softcap or None)
+        return Extras(self.scaling, self.softcap or None, self.sinks)
 
 
 _TILE_ROWS, _TILE_COLUMNS = 16, 32  # of AMX: outputs of a panel, x's columns
@@ -127,7 +128,7 @@ class PlainOps:
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "cos_sin", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "cos_sin", "sinks", "keys", "values")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "size", "block_size", "window")),
         *((name, ctypes.c_float) for name in ("eps", "scaling", "softcap")),
     ]
@@ -225,6 +226,7 @@ def _structure(layer: AttentionLayer) -> _Layer:
     return _Layer(
         *norms,
         rotary.cos_sin.data_ptr(),
+        0 if layer.sinks is None else layer.sinks.data_ptr(),
         layer.keys.data_ptr(),
         layer.values.data_ptr(),
         layer.num_heads,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.engines.torch.geometry import Rotary, TopKRouter
+from bireme.engines.torch.geometry import ClampedGate, Mixture, Rotary, TopKRouter
 from bireme.engines.torch.storage import Fp8Weight, Weight, WeightForm, form_of
 from bireme.engines.torch.weights.architectures import FAMILIES
 from bireme.engines.torch.weights.fp8 import Fp8Linear
@@ -36,7 +36,9 @@ class DecoderLayer:
     softcap: float = 0.0  # of attention's scores; 0: none
     attention_post_norm: Tensor | None = None  # of what attention and MLP add
     mlp_post_norm: Tensor | None = None
-    router: TopKRouter | None = None  # of experts
+    mixture: Mixture | None = None  # of experts
+    output_bias: Tensor | None = None
+    sinks: Tensor | None = None  # (H,): scores that take a share of attention and bring no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class DecoderWeights:
 
     @property
     def has_experts(self) -> bool:
-        return any(layer.router is not None for layer in self.layers)
+        return any(layer.mixture is not None for layer in self.layers)
 
 
 def why_not_fused(model: Any) -> str:
@@ -67,19 +69,21 @@ def why_not_fused(model: Any) -> str:
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(sorted(FAMILIES))}"
     layer = model.model.layers[0]
-    if not (_is_gelu(model) or _is(_activation(model), F.silu)):
-        return f"the MLP is gated by {_activation(model)}"
+    if not _has_gate(activation := _activation(model)):
+        return f"the MLP is gated by {activation}"
     if model.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype is {str(model.dtype).removeprefix('torch.')}"
-    if _cos_sin(model.model, layer, 1).shape[1] != layer.self_attn.head_dim:
+    if _cos_sin(model.model, layer, 2).shape[1] != layer.self_attn.head_dim:
         return "only a part of each head is turned by its position"
     dense = [each.mlp for each in model.model.layers if not hasattr(each.mlp, "experts")]
-    outputs = [layer.self_attn.o_proj, *(mlp.down_proj for mlp in dense)]
-    return "output projections have a bias" if any(linear.bias is not None for linear in outputs) else ""
+    return "the MLP has a bias" if any(mlp.down_proj.bias is not None for mlp in dense) else ""
 
 
-def fuse(model: Any, max_seq_len: int) -> DecoderWeights:
-    """Rearrange the weights of a model that `why_not_fused` has nothing against."""
+def fuse(model: Any, max_seq_len: int, for_kernels: bool = True) -> DecoderWeights:
+    """Rearrange the weights of a model that `why_not_fused` has nothing against.
+
+    `for_kernels`: each output's weights are to follow each other in memory.
+    """
     body, config, is_gemma = model.model, model.config, type(model).__name__.startswith("Gemma")
     with torch.inference_mode(False), torch.no_grad():
         tables: dict[str, Tensor] = {}  # by kind of layer
@@ -88,7 +92,7 @@ def fuse(model: Any, max_seq_len: int) -> DecoderWeights:
             kind = _kind(body, layer)
             if kind not in tables:
                 tables[kind] = _cos_sin(body, layer, max_seq_len)
-            layers.append(_fuse_layer(layer, tables[kind], is_gemma))
+            layers.append(_fuse_layer(layer, tables[kind], is_gemma, for_kernels))
         norm = _norm(body.norm, is_gemma)
     return DecoderWeights(
         body.embed_tokens.weight.detach(),
@@ -97,24 +101,24 @@ def fuse(model: Any, max_seq_len: int) -> DecoderWeights:
         model.lm_head.weight.detach(),
         float(config.rms_norm_eps),
         int(config.num_attention_heads),
-        _is_gelu(model),
+        _is_tanh_gelu(_activation(model)),
         config.hidden_size**0.5 if is_gemma else 1.0,
         float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
 
 
-def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
+def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool, for_kernels: bool) -> DecoderLayer:
     attention = layer.self_attn
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     after_attention, before_mlp, after_mlp = None, layer.post_attention_layernorm, None
     if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 2 and 3: what is added is normed, too
         after_attention, before_mlp = before_mlp, layer.pre_feedforward_layernorm
         after_mlp = layer.post_feedforward_layernorm
-    gate_up, down, router = _fuse_mlp(layer.mlp)
+    gate_up, down, mixture = _fuse_mlp(layer.mlp, for_kernels)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm, is_gemma),
         qkv=_join(projections),
-        qkv_bias=None if projections[0].bias is None else torch.cat([part.bias for part in projections]),
+        qkv_bias=_bias(projections),
         output=_join((attention.o_proj,)),
         mlp_norm=_norm(before_mlp, is_gemma),
         gate_up=gate_up,
@@ -124,18 +128,42 @@ def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool) -> DecoderLayer:
         softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
         attention_post_norm=_norm(after_attention, is_gemma),
         mlp_post_norm=_norm(after_mlp, is_gemma),
-        router=router,
+        mixture=mixture,
+        output_bias=_bias((attention.o_proj,)),
+        sinks=None if (sinks := getattr(attention, "sinks", None)) is None else sinks.detach(),
     )
 
 
-def _fuse_mlp(mlp: Any) -> tuple[Weight, Weight, TopKRouter | None]:
-    """Return gate and up, down, and a mixture's router."""
+def _fuse_mlp(mlp: Any, for_kernels: bool) -> tuple[Weight, Weight, Mixture | None]:
+    """Return gate and up, down, and what a mixture has beside them."""
     experts = getattr(mlp, "experts", None)
     if experts is None:
         return _join((mlp.gate_proj, mlp.up_proj)), _join((mlp.down_proj,)), None
+    if hasattr(mlp, "router"):
+        return _fuse_clamped(mlp.router, experts, for_kernels)
     is_normed = bool(getattr(mlp.gate, "norm_topk_prob", True))  # Mixtral's has no such setting: it does
     router = TopKRouter(mlp.gate.weight.detach(), int(mlp.gate.top_k), is_normed)
-    return experts.gate_up_proj.detach(), experts.down_proj.detach(), router
+    return experts.gate_up_proj.detach(), experts.down_proj.detach(), Mixture(router)
+
+
+def _fuse_clamped(router: Any, experts: Any, for_kernels: bool) -> tuple[Weight, Weight, Mixture]:
+    """Of gpt-oss, whose softmax over those chosen is one over all, normed."""
+    mixture = Mixture(
+        TopKRouter(router.weight.detach(), int(router.top_k), True, router.bias.detach()),
+        ClampedGate(float(experts.limit), float(experts.alpha)),
+        experts.gate_up_proj_bias.detach(),
+        experts.down_proj_bias.detach(),
+    )
+    turned = [parameter.detach().transpose(1, 2) for parameter in (experts.gate_up_proj, experts.down_proj)]
+    if for_kernels:
+        turned = [weights.contiguous() for weights in turned]
+        for parameter, weights in zip((experts.gate_up_proj, experts.down_proj), turned, strict=True):
+            parameter.data = weights.transpose(1, 2)
+    return turned[0], turned[1], mixture
+
+
+def _bias(parts: Sequence[Any]) -> Tensor | None:
+    return None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
 
 
 def _rotary(attention: Any, cos_sin: Tensor, is_gemma: bool) -> Rotary:
@@ -191,16 +219,23 @@ def _cos_sin(body: Any, layer: Any, num_positions: int) -> Tensor:
     like = torch.zeros((), device=device)  # float32, whatever the model's dtype
     cos, sin = body.rotary_emb(like, positions, kind) if kind else body.rotary_emb(like, positions)
     half = cos.shape[-1] // 2
+    if not torch.equal(cos[..., :half], cos[..., half:]):  # gpt-oss' names each angle once
+        half = cos.shape[-1]
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], 1).contiguous()
 
 
 def _activation(model: Any) -> Any:
+    """Return the function of the gate; None: it is a ClampedGate."""
     mlp = model.model.layers[0].mlp
-    return getattr(mlp, "experts", mlp).act_fn
+    return None if hasattr(mlp, "router") else getattr(mlp, "experts", mlp).act_fn
 
 
-def _is_gelu(model: Any) -> bool:
-    return _is(_activation(model), lambda x: F.gelu(x, approximate="tanh"))
+def _has_gate(activation: Any) -> bool:
+    return activation is None or _is_tanh_gelu(activation) or _is(activation, F.silu)
+
+
+def _is_tanh_gelu(activation: Any) -> bool:
+    return activation is not None and _is(activation, lambda x: F.gelu(x, approximate="tanh"))
 
 
 def _is(activation: Any, expected: Callable[[Tensor], Tensor]) -> bool:

@@ -66,7 +66,7 @@ class FusedDecoder:
             )
             query, key = turned[:, :heads], turned[:, heads:]
             value = qkv[:, turned.shape[1] * turned.shape[2] :].view_as(key)
-            size, extras = store.tokens_per_block, Extras(layer.scaling, layer.softcap or None)
+            size, extras = store.tokens_per_block, Extras(layer.scaling, layer.softcap or None, layer.sinks)
             attended = attend_stored(group, query, key, value, keys, values, size, extras, self._flash)
             products.add_output(layer, attended.flatten(1))
             products.add_mlp(layer)
@@ -98,6 +98,7 @@ class FusedDecoder:
                 layer.scaling,
                 self._windows[index],
                 layer.softcap,
+                layer.sinks,
             )
             products.add_output(layer, attended)
             products.add_mlp(layer)
@@ -138,8 +139,8 @@ class FusedDecoder:
             rotary, table, window = layer.rotary, state.tables[group], self._windows[index]
             norms = (rotary.q_norm, rotary.k_norm, rotary.eps)
             turned = rotate_and_store(qkv, *norms, rotary.cos_sin, positions, pool_rows[group], keys, values, heads)
-            settings = (size, heads, layer.scaling, window, layer.softcap)
-            decode_attention(qkv, rotary, parts[group], table, keys, values, state.scratch, *settings, attended)
+            settings = (size, heads, layer.scaling, window, layer.softcap, layer.sinks)
+            decode_attention(qkv, rotary, parts[group], table, keys, values, state.scratch, *settings, out=attended)
             chunk_attention(turned, tiles, table, keys, values, attended, *settings)
             products.add_output(layer, attended)
             products.add_mlp(layer)
@@ -150,9 +151,11 @@ class FusedDecoder:
 
 def _kind(layer: DecoderLayer, window: int) -> tuple[Any, ...]:
     """Return what its kernels are chosen by."""
-    parts = (layer.qkv, layer.qkv_bias, layer.output, layer.gate_up, layer.down, layer.attention_post_norm)
-    shapes = tuple(None if part is None else (part.shape, part.dtype) for part in (*parts, layer.mlp_post_norm))
-    return window, layer.softcap, layer.rotary.q_norm is None, layer.router is None, shapes
+    parts = (layer.qkv, layer.qkv_bias, layer.output, layer.output_bias, layer.gate_up, layer.down)
+    norms = (layer.attention_post_norm, layer.mlp_post_norm)
+    shapes = tuple(None if part is None else (part.shape, part.dtype) for part in (*parts, *norms))
+    absent = (layer.rotary.q_norm is None, layer.mixture is None, layer.sinks is None)
+    return window, layer.softcap, absent, shapes
 
 
 def _logits(x: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:

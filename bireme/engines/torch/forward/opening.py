@@ -154,7 +154,9 @@ def _builder(setup: Setup, model: StepModel, store: KvStore, uses_tables: bool =
 
 def _use_packed(setup: Setup, model: StepModel, on: FirstPasses, is_shared: bool) -> None:
     """Shared weights are not packed: that would be a copy for each engine."""
-    decoder = PackedDecoder(fuse(model.modules, on.limits.max_seq_len), on.store, choose_ops(), is_shared)
+    decoder = PackedDecoder(
+        fuse(model.modules, on.limits.max_seq_len, for_kernels=False), on.store, choose_ops(), is_shared
+    )
     builder = _builder(setup, model, on.store, decoder.ops.uses_tables)
     check_packed(decoder, builder, on)
     on.forward.use(StepPath.PACKED, decoder, builder)

@@ -63,6 +63,7 @@ class PackedDecoder:
                     windows[index],
                     layer.scaling,
                     layer.softcap,
+                    _float(layer.sinks),
                 )
                 for index, layer in enumerate(weights.layers)
             ]
@@ -72,7 +73,7 @@ class PackedDecoder:
                 group,
                 _float(layer.attention_norm),
                 Linear(plain(layer.qkv), layer.qkv_bias),
-                Linear(plain(layer.output)),
+                Linear(plain(layer.output), layer.output_bias),
                 _float(layer.mlp_norm),
                 make_mlp(self.ops, layer, weights.is_gelu),
                 _float(layer.attention_post_norm),

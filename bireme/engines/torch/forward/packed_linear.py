@@ -15,7 +15,7 @@ from torch import Tensor
 from bireme.engines.torch.forward.decoder_ops import DecoderLinear, DecoderOps
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer
 from bireme.engines.torch.forward.quantized_linear import QuantizedLinear, StoredRows, round_rows
-from bireme.engines.torch.geometry import TopKRouter
+from bireme.engines.torch.geometry import ClampedGate, Mixture
 from bireme.engines.torch.storage import plain
 
 _EXPECTED_ROWS = 16  # of a step: what oneDNN chooses the order for; products of other shapes read it too
@@ -114,26 +114,39 @@ def _in_two_bytes(weight: Tensor) -> Tensor | None:
 
 
 class GatedMlp:
-    def __init__(self, ops: DecoderOps, gate_up: Tensor, down: Tensor, is_gelu: bool) -> None:
-        self._ops, self._is_gelu = ops, is_gelu
-        self._gate_up, self._down = Linear(gate_up), Linear(down)
-        self.linears = [self._gate_up, self._down]
+    def __init__(
+        self, ops: DecoderOps, gate_up: Linear, down: Linear, is_gelu: bool, clamp: ClampedGate | None = None
+    ) -> None:
+        self._ops, self._is_gelu, self._clamp = ops, is_gelu, clamp
+        self._gate_up, self._down = gate_up, down
+        self.linears = [gate_up, down]
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        return self._down(self._ops.gate(self._gate_up(x), self._is_gelu), add_to)
+        gate_up = self._gate_up(x)
+        inner = self._ops.gate(gate_up, self._is_gelu) if self._clamp is None else clamped(gate_up, self._clamp)
+        return self._down(inner, add_to)
+
+
+def clamped(gate_up: Tensor, clamp: ClampedGate) -> Tensor:
+    """gate_up (T, 2 I), in turns -> (T, I), computed in float32."""
+    gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return (gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)).to(gate_up.dtype)
 
 
 class Experts:
     """Each token has some of them: rows are put in the experts' order, so that each computes its own at once."""
 
-    def __init__(self, router: TopKRouter, experts: list[GatedMlp]) -> None:
-        self._weight = router.weight.clone()  # a view would keep the checkpoint's file in memory
+    def __init__(self, mixture: Mixture, experts: list[GatedMlp]) -> None:
+        router = mixture.router
+        # Copies: views would keep the checkpoint's file in memory.
+        self._weight, self._bias = router.weight.clone(), None if router.bias is None else router.bias.clone()
         self._top_k, self._is_normed, self._experts = router.top_k, router.is_normed, experts
         self.linears = [linear for expert in experts for linear in expert.linears]
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        shares, chosen = F.linear(x, self._weight).softmax(-1, dtype=torch.float32).topk(self._top_k)  # (T, top_k)
-        if self._is_normed:
+        shares, chosen = F.linear(x, self._weight, self._bias).softmax(-1, dtype=torch.float32).topk(self._top_k)
+        if self._is_normed:  # (T, top_k)
             shares /= shares.sum(-1, keepdim=True)
         order = chosen.flatten().argsort()
         tokens = order // self._top_k
@@ -144,7 +157,14 @@ class Experts:
 
 
 def make_mlp(ops: DecoderOps, layer: DecoderLayer, is_gelu: bool) -> GatedMlp | Experts:
-    if layer.router is None:
-        return GatedMlp(ops, plain(layer.gate_up), plain(layer.down), is_gelu)
-    parts = zip(plain(layer.gate_up), plain(layer.down), strict=True)
-    return Experts(layer.router, [GatedMlp(ops, gate_up, down, is_gelu) for gate_up, down in parts])
+    gate_up, down, mixture = plain(layer.gate_up), plain(layer.down), layer.mixture
+    if mixture is None:
+        return GatedMlp(ops, Linear(gate_up), Linear(down), is_gelu)
+    gate_ups = _linears(gate_up, mixture.gate_up_bias)
+    experts = zip(gate_ups, _linears(down, mixture.down_bias), strict=True)
+    return Experts(mixture, [GatedMlp(ops, *own, is_gelu, mixture.clamp) for own in experts])
+
+
+def _linears(weights: Tensor, biases: Tensor | None) -> list[Linear]:
+    own = [None] * len(weights) if biases is None else list(biases.clone())
+    return [Linear(weight, bias) for weight, bias in zip(weights, own, strict=True)]

@@ -55,13 +55,13 @@ class ManyRows:
 
     def add_output(self, layer: DecoderLayer, attended: Tensor) -> None:
         """Add to the rows what the layer's output projection makes of attended (R, H K)."""
-        self._add(attended, layer.output, layer.attention_post_norm)
+        self._add(attended, layer.output, layer.attention_post_norm, layer.output_bias)
 
     def add_mlp(self, layer: DecoderLayer) -> None:
         """Add to the rows what the layer's MLP makes of them."""
-        if layer.router is not None:
+        if layer.mixture is not None:
             norm, up, down = layer.mlp_norm, plain(layer.gate_up), plain(layer.down)
-            add_experts(self._x, norm, self._eps, layer.router, up, down, self._is_gelu)
+            add_experts(self._x, norm, self._eps, layer.mixture, up, down, self._is_gelu)
         else:
             self._add(self._inner(layer), layer.down, layer.mlp_post_norm)
 
@@ -72,29 +72,31 @@ class ManyRows:
     def _inner(self, layer: DecoderLayer) -> Tensor:
         return gate(F.linear(rms_norm(self._x, layer.mlp_norm, self._eps), plain(layer.gate_up)), self._is_gelu)
 
-    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
-        if post_norm is None:
-            self._x.addmm_(inner, plain(weight).t())
+    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
+        if post_norm is not None:
+            rms_norm(F.linear(inner, plain(weight), bias), post_norm, self._eps, self._x)
+        elif bias is not None:
+            self._x += F.linear(inner, plain(weight), bias)
         else:
-            rms_norm(F.linear(inner, plain(weight)), post_norm, self._eps, self._x)
+            self._x.addmm_(inner, plain(weight).t())
 
 
 class FewRows(ManyRows):
     """cuBLAS has the products that it is quicker at."""
 
     def add_output(self, layer: DecoderLayer, attended: Tensor) -> None:
-        self._add_few(attended, layer.output, layer.attention_post_norm)
+        self._add_few(attended, layer.output, layer.attention_post_norm, layer.output_bias)
 
     def _inner(self, layer: DecoderLayer) -> Tensor:
         normed = rms_norm(self._x, layer.mlp_norm, self._eps)
         return few_rows_linear(normed, layer.gate_up, True, self._is_gelu)
 
-    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None) -> Tensor:
-        return few_rows_linear(inner, weight, add_to=add_to)
+    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None, bias: Tensor | None) -> Tensor:
+        return few_rows_linear(inner, weight, add_to=add_to, bias=bias)
 
-    def _add_few(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
+    def _add_few(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         add_to = self._x if post_norm is None else None
-        product = self._few(inner, weight, add_to)
+        product = self._few(inner, weight, add_to, bias)
         if post_norm is not None:
             rms_norm(product, post_norm, self._eps, self._x)
 
@@ -107,11 +109,11 @@ class OneRow(FewRows):
         given = (self._x, layer.gate_up, None, layer.mlp_norm, self._eps)
         return _one_row(*given, is_gated=True, is_gelu=self._is_gelu)
 
-    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None) -> Tensor:
-        return _one_row(inner, weight, add_to=add_to)
+    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None, bias: Tensor | None) -> Tensor:
+        return _one_row(inner, weight, bias, add_to=add_to)
 
-    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
-        self._add_few(inner, weight, post_norm)
+    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
+        self._add_few(inner, weight, post_norm, bias)
 
 
 class FewFp8Rows(FewRows):
@@ -119,8 +121,8 @@ class FewFp8Rows(FewRows):
         normed = rms_norm(self._x, layer.attention_norm, self._eps)
         return few_rows_linear(normed, layer.qkv, bias=layer.qkv_bias)
 
-    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None) -> None:
-        self._add_few(inner, weight, post_norm)
+    def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
+        self._add_few(inner, weight, post_norm, bias)
 
 
 class RoundedRows(ManyRows):
@@ -135,7 +137,8 @@ class RoundedRows(ManyRows):
         return self._product(self._normed(layer.attention_norm), layer.qkv, layer.qkv_bias)
 
     def add_output(self, layer: DecoderLayer, attended: Tensor) -> None:
-        self._keep(rounded_rows(attended, self._form), layer.output, layer.attention_post_norm)
+        rows = rounded_rows(attended, self._form)
+        self._keep(rows, layer.output, layer.attention_post_norm, layer.output_bias)
 
     def add_mlp(self, layer: DecoderLayer) -> None:
         gate_up = self._product(self._normed(layer.mlp_norm), layer.gate_up)
@@ -155,8 +158,10 @@ class RoundedRows(ManyRows):
         assert isinstance(weight, Fp8Weight)
         return rounded_linear(*rows, weight, self._x.dtype, bias)
 
-    def _keep(self, rows: tuple[Tensor, Tensor], weight: Weight, post_norm: Tensor | None) -> None:
-        product = self._product(rows, weight)
+    def _keep(
+        self, rows: tuple[Tensor, Tensor], weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None
+    ) -> None:
+        product = self._product(rows, weight, bias)
         if post_norm is None:
             self._more = product
         else:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.kernels.paged_decode import precision
+from bireme.engines.torch.kernels.paged_decode import precision, with_sinks
 
 TILE_COLUMNS = 4  # first row, rows (0: nothing to do), slot, position of the first
 _ROWS = 64  # of a tile's product: its tokens times the query heads of a KV head
@@ -27,6 +27,7 @@ def _chunk_kernel(
     tiles,  # (tiles, 4)
     table,  # (slots, columns) block ids
     out,  # (R, H, K)
+    sinks,  # (H,)
     scaling,
     softcap,
     query_stride,
@@ -41,6 +42,7 @@ def _chunk_kernel(
     PAD_K: tl.constexpr,
     TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     kv_head, own = tl.program_id(0), tiles + tl.program_id(1) * 4
@@ -76,6 +78,7 @@ def _chunk_kernel(
             sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
+        largest, total, sums = with_sinks(sinks, head, g < G, largest, total, sums, HAS_SINKS)
         total = tl.where(token < count, total, 1.0)
         to = out + (row[:, None] * H + head[:, None]) * K + k[None, :]
         tl.store(to, (sums / total[:, None]).to(out.dtype.element_ty), is_own)
@@ -107,10 +110,11 @@ def chunk_attention(
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fill rows of `out` (R, H K) for query (R, H or more, K), tiles (tiles, 4) and table (slots, columns) int32.
 
-    The rows' own keys and values are in the pools. Window 0: all. Softcap 0: none.
+    The rows' own keys and values are in the pools. Window 0: all. Softcap 0: none. sinks (H,).
     """
     size = query.shape[2]
     num_kv = keys.shape[1] // size
@@ -122,6 +126,7 @@ def chunk_attention(
         tiles,
         table,
         out,
+        query if sinks is None else sinks,
         scaling,
         softcap or 1.0,
         query.stride(0),
@@ -136,6 +141,7 @@ def chunk_attention(
         PAD_K=pad_k,
         TILE=64 if query.dtype.itemsize * pad_k <= 256 else 32,
         HAS_SOFTCAP=softcap != 0,
+        HAS_SINKS=sinks is not None,
         PRECISION=precision(query.dtype),
         num_warps=4,
         num_stages=2,

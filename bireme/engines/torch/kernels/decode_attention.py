@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.kernels.launch import chain, prefetch, wait
-from bireme.engines.torch.kernels.paged_decode import precision
+from bireme.engines.torch.kernels.paged_decode import precision, with_sinks
 from bireme.engines.torch.kernels.rotary import rotated
 
 _PROGRAMS = 256  # that an H100 or H200 runs at once
@@ -40,6 +40,7 @@ def _attention_kernel(
     weights,  # (R, H, MOST_PARTS) float32: logarithm of the sum of exp(score)
     counters,  # (R, N) zero, and zero again afterwards
     out,  # (R, H, K)
+    sinks,  # (H,)
     scaling,
     softcap,
     eps,
@@ -57,6 +58,7 @@ def _attention_kernel(
     AT_ONCE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -119,6 +121,7 @@ def _attention_kernel(
             sums = sums * own_shrink[:, None] + own_weight[:, None] * new_value.to(tl.float32)[None, :]
             total = total * own_shrink + own_weight
             largest = top
+            largest, total, sums = with_sinks(sinks, head, g < G, largest, total, sums, HAS_SINKS)
         is_head = (g < G)[:, None] & (k < K)[None, :]
         to = out + (row * H + head[:, None]) * K + k[None, :]
         sums = sums / total[:, None]
@@ -253,11 +256,12 @@ def decode_attention(
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """qkv (R, (H + 2 N) K), parts of `cut_into_parts`, table (slots, columns) int32 -> (R, H K), of rows with parts.
 
-    Window 0: all. Softcap 0: none.
+    Window 0: all. Softcap 0: none. sinks (H,).
     """
     rows, size = len(qkv), rotary.cos_sin.shape[1]
     num_kv = keys.shape[1] // size
@@ -277,6 +281,7 @@ def decode_attention(
         scratch.weights,
         scratch.counters,
         out,
+        qkv if sinks is None else sinks,
         scaling,
         softcap or 1.0,
         rotary.eps,
@@ -294,6 +299,7 @@ def decode_attention(
         AT_ONCE=_at_once(rows, pad_heads * pad_k),
         HAS_NORM=rotary.q_norm is not None,
         HAS_SOFTCAP=softcap != 0,
+        HAS_SINKS=sinks is not None,
         PRECISION=precision(qkv.dtype),
         num_warps=4,
         num_stages=_stages(rows, qkv.dtype),

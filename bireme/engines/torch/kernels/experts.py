@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.geometry import TopKRouter
+from bireme.engines.torch.geometry import ClampedGate, Mixture
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.paged_decode import precision
-from bireme.engines.torch.kernels.row_wise import activated, rms_norm
+from bireme.engines.torch.kernels.row_wise import gated_up, rms_norm
 
 _SINGLE_ROWS = 4  # up to here each pair is a tile: so few seldom share an expert
 _MANY_PAIRS = 32  # an expert, on average: larger tiles
@@ -142,10 +142,21 @@ def group_pairs(chosen: Tensor, num_experts: int) -> Tiles:
     return Tiles(chosen, experts, pairs, tile_rows)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_of(expert, n, width, IS_GATED: tl.constexpr, IN_TURNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return where rows n of an expert begin among those of all, and how many rows behind them those of up are."""
+    if IN_TURNS and IS_GATED:
+        return (expert * width + n) * 2, width * 0 + 1
+    if IS_GATED:
+        return expert * 2 * width + n, width
+    return expert * width + n, width * 0
+
+
 @triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
 def _experts_kernel(
     x,  # (P / PAIRS, K)
     weight,  # (E, N, K), gated: (E, 2 N, K)
+    bias,  # (E, N), gated: (E, 2 N)
     out,  # (P, N)
     experts,
     pairs,
@@ -159,6 +170,9 @@ def _experts_kernel(
     IS_GROUPED: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,  # of a clamped gate, whose rows of gate and up take turns
+    ALPHA: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -174,10 +188,8 @@ def _experts_kernel(
         is_row, is_own = (n < N)[:, None], (pair < num_pairs)[None, :]
         of = x + (pair // PAIRS).to(tl.int64)[None, :] * K
         width = N.to(tl.int64)
-        if IS_GATED:
-            at = weight + (expert * 2 * width + n[:, None]) * K + k[None, :]
-        else:
-            at = weight + (expert * width + n[:, None]) * K + k[None, :]
+        first, up = _rows_of(expert, n, width, IS_GATED, LIMIT > 0)
+        at = weight + first[:, None] * K + k[None, :]
         result = tl.zeros([TILE_N, ROWS], tl.float32)
         gated = tl.zeros([TILE_N, ROWS], tl.float32)
         for begin in range(0, K, TILE_K):
@@ -186,28 +198,40 @@ def _experts_kernel(
             some = tl.load(of + (begin + k)[:, None], is_there[:, None] & is_own, 0.0)
             result = tl.dot(w, some, result, input_precision=PRECISION)
             if IS_GATED:
-                u = tl.load(at + width * K + begin, is_row & is_there[None, :], 0.0)
+                u = tl.load(at + up * K + begin, is_row & is_there[None, :], 0.0)
                 gated = tl.dot(u, some, gated, input_precision=PRECISION)
+        if HAS_BIAS:
+            result += tl.load(bias + first, n < N, 0.0).to(tl.float32)[:, None]
+            if IS_GATED:
+                gated += tl.load(bias + first + up, n < N, 0.0).to(tl.float32)[:, None]
         if IS_GATED:
-            result = activated(result, IS_GELU) * gated
+            result = gated_up(result, gated, IS_GELU, LIMIT, ALPHA)
         to = out + pair.to(tl.int64)[None, :] * width + n[:, None]
         tl.store(to, result.to(out.dtype.element_ty), is_row & is_own)
 
 
-def experts_linear(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool = False, is_gelu: bool = False) -> Tensor:
+def experts_linear(
+    x: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+    bias: Tensor | None = None,
+    clamp: ClampedGate | None = None,
+) -> Tensor:
     """x (R, K) of tokens or (P, K) of pairs, weight (E, N, K) -> (P, N): each pair's product with its expert's weights.
 
     Gated: weight is (E, 2 N, K), gate above up, and the result is silu(gate) * up, or with tanh's approximation of
-    GELU.
+    GELU; with `clamp` it is that gate's. The bias (E, N), gated (E, 2 N), has the order of the weight's rows.
     """
     size, width = x.shape[1], weight.shape[1] // 2 if is_gated else weight.shape[1]
     out = torch.empty(tiles.num_pairs, width, dtype=x.dtype, device=x.device)
     is_large = tiles.rows > 16
-    tile_n = 128 if is_large else 64 if tiles.pairs is not None else 32  # as few pairs leave programs idle
-    tile_k = 64 if is_large else 128 if is_gated else 256
+    tile_n, tile_k = _tile_sizes(tiles, is_gated)
     _experts_kernel[(triton.cdiv(width, tile_n), len(tiles.experts))](
         x,
         weight,
+        weight if bias is None else bias,
         out,
         tiles.experts,
         tiles.experts if tiles.pairs is None else tiles.pairs,
@@ -221,12 +245,21 @@ def experts_linear(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool = Fal
         IS_GROUPED=tiles.pairs is not None,
         IS_GATED=is_gated,
         IS_GELU=is_gelu,
+        HAS_BIAS=bias is not None,
+        **_of_clamp(clamp),
         PRECISION=precision(x.dtype),
         num_warps=8 if is_large else 4,
         num_stages=4 if is_gated and not is_large else 3,
         **chain(tiles.chosen),
     )
     return out
+
+
+def _tile_sizes(tiles: Tiles, is_gated: bool) -> tuple[int, int]:
+    """Return a tile's rows of the weight and its columns, of two bytes each."""
+    if tiles.rows > 16:
+        return 128, 64
+    return 64 if tiles.pairs is not None else 32, 128 if is_gated else 256  # as few pairs leave programs idle
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -260,6 +293,7 @@ def _gated_row_kernel(
     x,  # (K,)
     weight,  # (E, 2 N, K)
     norm,  # (K,)
+    bias,  # (E, 2 N)
     chosen,  # (TOP,)
     out,  # (TOP, N)
     eps,
@@ -268,13 +302,17 @@ def _gated_row_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     IS_GELU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     n, k, place = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K), tl.program_id(1)
     is_row = (n < N)[:, None]
     width = N.to(tl.int64)
     wait(CHAINED)
-    at = weight + (tl.load(chosen + place).to(tl.int64) * 2 * width + n[:, None]) * K + k[None, :]
+    first, up = _rows_of(tl.load(chosen + place).to(tl.int64), n, width, True, LIMIT > 0)
+    at = weight + first[:, None] * K + k[None, :]
     sums = tl.zeros([TILE_N, TILE_K], tl.float32)
     ups = tl.zeros([TILE_N, TILE_K], tl.float32)
     squares = tl.zeros([TILE_K], tl.float32)
@@ -284,9 +322,13 @@ def _gated_row_kernel(
         squares += one * one
         one = one * tl.load(norm + begin + k, is_there, 0.0).to(tl.float32)
         sums += tl.load(at + begin, is_row & is_there[None, :], 0.0).to(tl.float32) * one[None, :]
-        ups += tl.load(at + width * K + begin, is_row & is_there[None, :], 0.0).to(tl.float32) * one[None, :]
+        ups += tl.load(at + up * K + begin, is_row & is_there[None, :], 0.0).to(tl.float32) * one[None, :]
     scale = 1 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    result = activated(tl.sum(sums, 1) * scale, IS_GELU) * tl.sum(ups, 1) * scale
+    result, gated = tl.sum(sums, 1) * scale, tl.sum(ups, 1) * scale
+    if HAS_BIAS:
+        result += tl.load(bias + first, n < N, 0.0).to(tl.float32)
+        gated += tl.load(bias + first + up, n < N, 0.0).to(tl.float32)
+    result = gated_up(result, gated, IS_GELU, LIMIT, ALPHA)
     tl.store(out + place * N + n, result.to(out.dtype.element_ty), n < N)
 
 
@@ -294,6 +336,7 @@ def _gated_row_kernel(
 def _add_row_kernel(
     inner,  # (TOP, K)
     weight,  # (E, N, K)
+    bias,  # (E, N)
     chosen,  # (TOP,)
     shares,  # (TOP,)
     x,  # (N,)
@@ -302,6 +345,7 @@ def _add_row_kernel(
     TOP: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     n, k = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
@@ -309,14 +353,18 @@ def _add_row_kernel(
     width = N.to(tl.int64)
     wait(CHAINED)
     sums = tl.zeros([TILE_N, TILE_K], tl.float32)
+    result = tl.load(x + n, n < N, 0.0).to(tl.float32)
     for place in tl.static_range(TOP):
-        at = weight + (tl.load(chosen + place).to(tl.int64) * width + n[:, None]) * K + k[None, :]
+        first = tl.load(chosen + place).to(tl.int64) * width + n
+        at = weight + first[:, None] * K + k[None, :]
         share = tl.load(shares + place)
+        if HAS_BIAS:
+            result += share * tl.load(bias + first, n < N, 0.0).to(tl.float32)
         for begin in range(0, K, TILE_K):
             is_there = begin + k < K
             one = tl.load(inner + place * K + begin + k, is_there, 0.0).to(tl.float32) * share
             sums += tl.load(at + begin, is_row & is_there[None, :], 0.0).to(tl.float32) * one[None, :]
-    result = tl.sum(sums, 1) + tl.load(x + n, n < N, 0.0).to(tl.float32)
+    result += tl.sum(sums, 1)
     tl.store(x + n, result.to(x.dtype.element_ty), n < N)
 
 
@@ -329,6 +377,9 @@ def add_row_experts(
     gate_up: Tensor,
     down: Tensor,
     is_gelu: bool = False,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamp: ClampedGate | None = None,
 ) -> None:
     """Add to x (1, hidden), in place, what these experts make of it, each times its share.
 
@@ -341,6 +392,7 @@ def add_row_experts(
         x,
         gate_up,
         norm,
+        norm if gate_up_bias is None else gate_up_bias,
         chosen,
         inner,
         eps,
@@ -349,6 +401,8 @@ def add_row_experts(
         TILE_N=4096 // tile_k,
         TILE_K=tile_k,
         IS_GELU=is_gelu,
+        HAS_BIAS=gate_up_bias is not None,
+        **_of_clamp(clamp),
         num_warps=4,
         **chain(x),
     )
@@ -356,6 +410,7 @@ def add_row_experts(
     _add_row_kernel[(triton.cdiv(size, 4096 // tile_k),)](
         inner,
         down,
+        norm if down_bias is None else down_bias,
         chosen,
         shares,
         x,
@@ -364,26 +419,33 @@ def add_row_experts(
         TOP=top_k,
         TILE_N=4096 // tile_k,
         TILE_K=tile_k,
+        HAS_BIAS=down_bias is not None,
         num_warps=4,
         **chain(x),
     )
 
 
+def _of_clamp(clamp: ClampedGate | None) -> dict[str, float]:
+    return {"LIMIT": 0.0, "ALPHA": 0.0} if clamp is None else {"LIMIT": clamp.limit, "ALPHA": clamp.alpha}
+
+
 def add_experts(
-    x: Tensor, norm: Tensor, eps: float, router: TopKRouter, gate_up: Tensor, down: Tensor, is_gelu: bool = False
+    x: Tensor, norm: Tensor, eps: float, mixture: Mixture, gate_up: Tensor, down: Tensor, is_gelu: bool = False
 ) -> None:
     """Add to x (R, hidden), in place, what the experts that the router chooses make of it.
 
     norm (hidden,): of the RMS norm that x goes through first.
     """
+    router, clamp = mixture.router, mixture.clamp
+    biases = mixture.gate_up_bias, mixture.down_bias
     if len(x) == 1:
-        logits = one_row_linear(x, router.weight, None, norm, eps)
+        logits = one_row_linear(x, router.weight, router.bias, norm, eps)
         chosen, shares = choose_experts(logits, router.top_k, router.is_normed)
-        add_row_experts(x, norm, eps, chosen, shares, gate_up, down, is_gelu)
+        add_row_experts(x, norm, eps, chosen, shares, gate_up, down, is_gelu, *biases, clamp)
         return
     normed = rms_norm(x, norm, eps)
-    logits = F.linear(normed, router.weight)
+    logits = F.linear(normed, router.weight, router.bias)
     chosen, shares = choose_experts(logits, router.top_k, router.is_normed)
     tiles = group_pairs(chosen, len(router.weight))
-    inner = experts_linear(normed, gate_up, tiles, is_gated=True, is_gelu=is_gelu)
-    add_shares(experts_linear(inner, down, tiles), shares, x)
+    inner = experts_linear(normed, gate_up, tiles, True, is_gelu, biases[0], clamp)
+    add_shares(experts_linear(inner, down, tiles, bias=biases[1]), shares, x)

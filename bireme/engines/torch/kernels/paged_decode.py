@@ -183,6 +183,17 @@ def paged_decode(
     return out
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def with_sinks(sinks, head, is_head, largest, total, sums, HAS_SINKS: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Return largest score, total and sums of heads' rows whose weights a sink has a share of."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, is_head, -1e30).to(tl.float32)
+        top = tl.maximum(largest, sink)
+        shrink = tl.exp(largest - top)
+        return top, total * shrink + tl.exp(sink - top), sums * shrink[:, None]
+    return largest, total, sums
+
+
 def num_splits(rows: int) -> int:
     """Return how many programs share a row, whatever its length: a graph keeps its grid."""
     return 32 if rows <= 2 else 16 if rows <= 8 else 8 if rows <= 32 else 4

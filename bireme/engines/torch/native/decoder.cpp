@@ -176,6 +176,7 @@ void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool is_gelu, i
 struct Layer {
   const float *q_norm, *k_norm;  // (K,), or null
   const float *cos_sin;          // (positions, K): cosines of the K / 2 angles, then their sines
+  const float *sinks;            // (heads,): scores that take a share and bring no value, or null
   void *keys, *values;           // (pool rows, N K)
   int64_t heads, kv_heads, size, block_size, window;
   float eps, scaling, softcap;  // window and softcap: 0, none
@@ -330,6 +331,10 @@ void attend_to(const float *queries, int64_t group, int64_t head, int64_t heads,
   std::fill(sums, sums + all * size, 0.0f);
   std::fill(most, most + all, -INFINITY);
   std::fill(total, total + all, 0.0f);
+  if (layer.sinks != nullptr) {
+    std::copy(layer.sinks + head * group, layer.sinks + head * group + all, most);
+    std::fill(total, total + all, 1.0f);
+  }
   const auto place = [&](int64_t token) {
     return (blocks[token / layer.block_size] * layer.block_size + token % layer.block_size) * row + head * size;
   };

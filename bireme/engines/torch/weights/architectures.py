@@ -55,7 +55,7 @@ PROVED_WITH_PICTURES = frozenset(
 FAMILIES: tuple[str, ...] = (
     *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "SeedOssForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
-    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"),
 )
 _REASONS = {
     "FalconForCausalLM": "its layers do not use the attention interface",
