@@ -27,6 +27,7 @@ from bireme.settings import (
     Rule,
     SeqLen,
     Settings,
+    SpeculativeConfig,
     Staging,
 )
 
@@ -82,8 +83,7 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     ] = "GUARANTEED_NO_EVICT"
     max_queue_size: Positive = 1024  # waiting requests; one more is refused with RESOURCE_EXHAUSTED
     max_queue_time_s: Duration = 0.0  # waiting longer ends with DEADLINE_EXCEEDED; 0: no limit
-    # Of the engine's time, what requests of priority 0 (lines of batches) get beside others; 1: they sit out the steps
-    # of others' prompts alone.
+    # Of the time, what requests of priority 0 (batches) get beside others; 1: they rest for others' prompts alone
     best_effort_share: Annotated[
         float,
         msgspec.Meta(gt=0, le=1),
@@ -187,6 +187,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         _not_torch("compiled with xgrammar here; set xgrammar", None, "xgrammar"),
     ] = "xgrammar"
     quant_config: QuantConfig = QuantConfig()
+    speculative_config: SpeculativeConfig | None = SpeculativeConfig()
     tensor_parallel_size: Annotated[int, _ONE_GPU] = 1
     pipeline_parallel_size: Annotated[int, _ONE_GPU] = 1
     kv_cache_config: KvCacheConfig = KvCacheConfig()

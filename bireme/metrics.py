@@ -22,6 +22,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]  # values, in the order of MetricSpec.labels
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_DRAFT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 _MINUTES = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _TOKENS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 32000, 128000)
 
@@ -115,6 +116,9 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_prompt_tokens_total", "Prompt tokens taken in."),
         _counter("bireme_cached_prompt_tokens_total", "Prompt tokens taken from KV block reuse."),
         _counter("bireme_generated_tokens_total", "Tokens generated."),
+        _counter("bireme_draft_tokens_total", "Tokens of drafts that the torch engine's steps have verified."),
+        _counter("bireme_accepted_draft_tokens_total", "Of these, those that were right and delivered."),
+        _histogram("bireme_accepted_draft_length", "Tokens of a draft that were right.", _DRAFT_LENGTHS),
         _gauge("bireme_requests_running", "Requests in the batch."),
         _gauge("bireme_requests_waiting", "Requests queued in the engine."),
         _gauge("bireme_kv_blocks_used", "KV blocks referenced by requests or leases."),

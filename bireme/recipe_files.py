@@ -42,7 +42,7 @@ from bireme.conversion import convert, keys_of
 from bireme.engine_kinds import ENGINE_KINDS
 from bireme.errors import ConfigError
 from bireme.metrics import MAX_BUCKETS, TABLE
-from bireme.settings import DiscoveryConfig
+from bireme.settings import DRAFT_KINDS, DiscoveryConfig
 
 logger = logging.getLogger("bireme.recipe_files")
 _SERVICE = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?")
@@ -82,6 +82,7 @@ def make_recipe(tree: dict[str, Any], folder: Path) -> Recipe:
         if isinstance(worker, dict) and "instances" in worker:
             raise ConfigError(f"{folder}/recipe.yaml: workers.{name}.instances: {_NO_INSTANCES}")
         _split_llm_args(worker, folder)
+        _check_drafter(worker, f"{folder}/recipe.yaml: workers.{name}")
         convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
     return convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
 
@@ -139,6 +140,17 @@ def _split_llm_args(worker: Any, folder: Path) -> None:
         if isinstance(config, dict):
             llm_args.inline(config, folder, _read_yaml, lambda name: find_model(name, str(folder)))
             worker["engine_config"] = llm_args.split(config, keys_of(EngineConfig))
+
+
+def _check_drafter(worker: Any, where: str) -> None:
+    """Refuse a kind of draft by its own name: of the keys beside it TensorRT-LLM has some that are unknown here."""
+    config = worker.get("engine_config") if isinstance(worker, dict) else None
+    block = config.get("speculative_config") if isinstance(config, dict) else None
+    name = worker.get("engine", WorkerEntry().engine) if isinstance(worker, dict) else ""
+    rule, kind = DRAFT_KINDS.rules.get(name), block.get("decoding_type", "") if isinstance(block, dict) else ""
+    if rule is not None and rule.kind == "refused" and kind not in rule.accepted:
+        key = f"{where}.engine_config.speculative_config.decoding_type"
+        raise ConfigError(f"{key}: {kind!r} on engine {name}: {rule.reason}")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

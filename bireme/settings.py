@@ -57,6 +57,30 @@ class QuantConfig(Settings, frozen=True, kw_only=True):
     quant_algo: Annotated[str | None, Engines(torch=_FP8, mocker=HARMLESS)] = None
 
 
+_OTHER_DRAFTS = "drafts come of NGram here; set decoding_type: NGram, remove speculative_config, or use engine: trtllm"
+DRAFT_KINDS = Engines(torch=Rule("refused", _OTHER_DRAFTS, ("", "NGram")), mocker=HARMLESS)
+_POOL = Rule("refused", "drafts come of a request's own tokens, never of another's; set false, or remove it", (False,))
+_BY_COST = Engines(torch=HARMLESS, mocker=HARMLESS)  # torch turns drafts off by what steps take
+
+
+class SpeculativeConfig(Settings, frozen=True, kw_only=True):
+    """Several tokens a step, by TensorRT-LLM's names; keys of kinds that it alone has are in its YAML, not here."""
+
+    decoding_type: Annotated[str, DRAFT_KINDS] = ""  # "": no drafts
+    max_draft_len: Annotated[Positive | None, Engines(mocker=HARMLESS)] = None  # tokens of a draft at the most
+    # NGram: so many tokens at the end must stand elsewhere too, at the most. None, 0: the engine's
+    max_matching_ngram_size: Annotated[NotNegative | None, Engines(mocker=HARMLESS)] = None
+    is_keep_all: Annotated[bool, Engines(mocker=HARMLESS)] = True  # NGram: of several places false leaves the last
+    is_use_oldest: Annotated[bool, Engines(mocker=HARMLESS)] = True  # NGram: the first of several places, or the last
+    is_public_pool: Annotated[bool | None, Engines(torch=_POOL, mocker=HARMLESS)] = None
+    max_concurrency: Annotated[NotNegative | None, Engines(mocker=HARMLESS)] = None  # more sequences: no drafts
+    # max_draft_len from so many sequences of a step on
+    draft_len_schedule: Annotated[dict[int, NotNegative] | None, Engines(mocker=HARMLESS)] = None
+    acceptance_window: Annotated[int | None, _BY_COST] = None
+    acceptance_length_threshold: Annotated[float | None, _BY_COST] = None
+    speculative_model: Annotated[str | None, DRAFT_KINDS] = None
+
+
 class DiscoveryConfig(Settings, frozen=True, kw_only=True):
     """How servers of one model find each other's workers; serve.py --discovery sets it for a launch."""
 

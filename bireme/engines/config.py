@@ -17,7 +17,7 @@ import msgspec
 from bireme.config import EngineConfig, WorkerEntry
 from bireme.conversion import convert
 from bireme.errors import ConfigError
-from bireme.settings import Engines, Rule
+from bireme.settings import Engines, Rule, SpeculativeConfig
 
 logger = logging.getLogger("bireme.engines")
 HONORED = Rule("honored")
@@ -91,3 +91,24 @@ def check_values(config: EngineConfig) -> None:
             f"max_input_len: {config.max_input_len}; max_seq_len {config.max_seq_len} counts the generated tokens"
             " as well, so at least one more"
         )
+    if not config.llm_args and config.speculative_config is not None:  # TensorRT-LLM's YAML has checks of its own
+        _check_drafts(config.speculative_config)
+
+
+def _check_drafts(config: SpeculativeConfig) -> None:
+    key, most, schedule = "speculative_config", config.max_draft_len, config.draft_len_schedule
+    if not config.decoding_type:
+        if config != SpeculativeConfig():
+            raise ConfigError(f"{key}.decoding_type: missing; set NGram, or remove {key}")
+        return
+    if most is None:
+        raise ConfigError(f"{key}.max_draft_len: missing; set how many tokens a step verifies at the most, e.g. 6")
+    if schedule is None:
+        return
+    if schedule.get(1) != most or min(schedule) < 1:
+        raise ConfigError(
+            f"{key}.draft_len_schedule: {schedule}; it maps numbers of sequences to lengths, and begins with"
+            f" 1: {most}, which is max_draft_len"
+        )
+    if (longest := max(schedule.values())) > most:
+        raise ConfigError(f"{key}.draft_len_schedule: {longest} is more than max_draft_len, {most}; raise that")

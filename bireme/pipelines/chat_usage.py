@@ -14,13 +14,24 @@ def usage_json(usages: Sequence[Usage], num_reasoning: int = 0) -> dict[str, Any
     """Return OpenAI's `usage` of n answers to one prompt: the prompt counts once, the answers each."""
     first = usages[0]
     num_completion = sum(usage.completion_tokens for usage in usages)
+    details = {"reasoning_tokens": num_reasoning} | drafts_json(usages)
     return {
         "prompt_tokens": first.prompt_tokens,
         "completion_tokens": num_completion,
         "total_tokens": first.prompt_tokens + num_completion,
         "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        "completion_tokens_details": details,
     }
+
+
+def drafts_json(usages: Sequence[Usage]) -> dict[str, int]:
+    """Return what became of drafts: tokens that an answer has, and others; {} where there were none."""
+    drafted = sum(usage.drafted_tokens for usage in usages)
+    if not drafted:
+        return {}
+    # A stop string may have cut what the engine had accepted.
+    accepted = sum(min(usage.accepted_tokens, usage.completion_tokens) for usage in usages)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
 def timing_json(usages: Sequence[Usage]) -> dict[str, Any]:

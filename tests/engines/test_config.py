@@ -10,7 +10,8 @@ import pytest
 from bireme.config import CacheTransceiverConfig, EngineConfig, KvCacheConfig, MockerConfig, WorkerEntry
 from bireme.engines.config import check_engine_config, rules_of
 from bireme.errors import ConfigError
-from bireme.settings import Engines
+from bireme.recipe_files import make_recipe
+from bireme.settings import Engines, SpeculativeConfig
 
 ENGINES = get_args(next(field.type for field in msgspec.structs.fields(WorkerEntry) if field.name == "engine"))
 
@@ -84,3 +85,34 @@ def test_values_out_of_range_are_refused(config, text):
     with pytest.raises(ConfigError) as refusal:
         check_engine_config(WorkerEntry(engine="mocker", engine_config=config))
     assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "kind", ["MTP", "Eagle3", "Eagle", "DraftTarget", "Draft_Target", "Medusa", "Lookahead", "AUTO"]
+)
+def test_a_kind_of_draft_that_torch_lacks_is_refused_by_name_before_its_own_keys_are(tmp_path, kind):
+    block = {"decoding_type": kind, "num_nextn_predict_layers": 1, "eagle3_one_model": True}
+    tree = {"workers": {"decode": {"engine_config": {"speculative_config": block}}}}
+    with pytest.raises(ConfigError, match=rf"decode.*decoding_type: '{kind}' on engine torch: .*NGram here; .*trtllm"):
+        make_recipe(tree, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"max_draft_len": 4}, "decoding_type: missing; set NGram"),
+        ({"decoding_type": "NGram"}, "max_draft_len: missing"),
+        ({"decoding_type": "NGram", "max_draft_len": 0}, "max_draft_len: 0; 1 or more"),
+        ({"decoding_type": "NGram", "max_draft_len": 4, "is_public_pool": True}, "is_public_pool: True .*own tokens"),
+        ({"decoding_type": "NGram", "max_draft_len": 4, "draft_len_schedule": {2: 4}}, "begins with 1: 4"),
+        ({"decoding_type": "NGram", "max_draft_len": 4, "draft_len_schedule": {1: 4, 8: 5}}, "5 is more than"),
+        (
+            {"decoding_type": "NGram", "max_draft_len": 4, "speculative_model": "a"},
+            "speculative_model: 'a' .*NGram here",
+        ),
+    ],
+)
+def test_settings_of_drafts_that_make_no_sense_are_refused(block, text):
+    config = EngineConfig(speculative_config=SpeculativeConfig(**block))
+    with pytest.raises(ConfigError, match=f"speculative_config.*{text}"):
+        check_engine_config(WorkerEntry(engine="torch", engine_config=config))

@@ -208,6 +208,15 @@ ENGINES = Row(
             ),
         ],
         [
+            lines(
+                "Tokens of drafts",
+                {"bireme_draft_tokens_total": "verified", "bireme_accepted_draft_tokens_total": "right"},
+                TOKENS_A_SECOND,
+                note="Where few are right an engine drafts less by itself.",
+            ),
+            percentiles("Right tokens of a draft", "bireme_accepted_draft_length", units.Short),
+        ],
+        [
             lines("Attention of long prompts", "bireme_prompt_attention", choice=by("worker", "kernel"), combine="max"),
             lines("Form of the weights", "bireme_weights_form", choice=by("worker", "form"), combine="max"),
         ],

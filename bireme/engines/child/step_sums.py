@@ -57,6 +57,10 @@ class DecodeSums(Generic[_R]):
             self._rows, self.sums = rows, Sums.of(lengths_of(rows))
         return is_same
 
+    def forget(self) -> None:
+        """The rows that stay have more than one more."""
+        self._rows = []
+
 
 class QueueSums:
     """Sums over the queue, kept as requests come and go: both tell the same of a request."""

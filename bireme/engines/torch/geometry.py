@@ -113,6 +113,7 @@ class EngineLimits:
     max_queue_time_s: float
     best_effort_share: float
     max_stream_gap_s: float = 0.0  # of steps that have decodes; 0: none
+    max_draft_len: int = 0  # tokens of a draft; 0: there are none
     overlaps: bool = False  # a decode step is started before the tokens of the one before are read
 
     @property

@@ -24,6 +24,7 @@ from bireme.engines.torch.scheduling.disaggregation import TorchExporter, TorchI
 from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.scheduling.parts import Parts
+from bireme.engines.torch.scheduling.speculation.speculation import open_speculation
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.scheduling.step_prices import NOTHING, prices_of
 from bireme.engines.torch.scheduling.step_times import StepTimesFile
@@ -107,6 +108,14 @@ class LoadedEngine:
                 importer=TorchImporter(context.transfer, manager, store, post) if context.transfer else None,
                 mover=self.mover,
                 pictures=pictures.store,
+                speculation=open_speculation(
+                    context.config.speculative_config,
+                    manager,
+                    context.metrics,
+                    costs,
+                    setup.device.type == "cuda",
+                    setup.limits.max_stream_gap_s,
+                ),
                 steps=context.steps,
             )
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from bireme.disagg import DisaggregatedParams
@@ -21,6 +22,7 @@ from bireme.multimodal.mrope import Positions
 from bireme.multimodal.wire import OpenedItem
 from bireme.request_trace import EngineSpans
 
+TokenIds = npt.NDArray[np.int32]
 Post = Callable[[Callable[[], None]], None]  # run it on the engine's thread, between steps
 
 
@@ -65,6 +67,41 @@ class SequencePictures:
         """Return how far positions run behind tokens after the prompt; zero or less."""
         assert self.rope is not None
         return int(self.rope[:, -1].max()) + 1 - self.rope.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may come next in a sequence."""
+
+    tokens: list[int]
+    kind: int = 0  # of evidence, below the drafter's `num_kinds`: acceptance is measured for each apart
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What speculation keeps of one sequence; it goes with it, and a preemption changes nothing of it."""
+
+    num_drafted: int = 0  # tokens that steps have verified
+    num_accepted: int = 0  # of these, delivered
+    kind: int = 0  # of the last draft that was verified
+    found: float = 1.0  # share of the last looks for a draft that found one
+    trials: dict[int, tuple[float, float]] = field(default_factory=dict)  # kind -> accepted and tried, the last most
+    known: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # its tokens, with room for more
+    num_known: int = 0
+
+    def looked(self, has_found: bool) -> None:
+        self.found += (has_found - self.found) / 8
+
+    def learn(self, tokens: list[int]) -> TokenIds:
+        """Take over what is new of the sequence's tokens, which only grow; return all, (tokens,)."""
+        count = len(tokens)
+        if count > len(self.known):
+            grown = np.empty(max(256, 2 * count), dtype=np.int32)
+            grown[: self.num_known] = self.known[: self.num_known]
+            self.known = grown
+        self.known[self.num_known : count] = tokens[self.num_known :]
+        self.num_known = count
+        return self.known[:count]
 
 
 class SequenceStatus(enum.Enum):
@@ -117,6 +154,7 @@ class Sequence:
     spans: EngineSpans | None = None  # of a request that is traced
     kv_fetch: KvFetch | None = None  # of such a one
     preempted_at: float = 0.0  # 0: it is not out of the batch
+    drafting: Drafting | None = None  # where it has had a draft, or one was looked for
     is_best_effort: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,6 +191,8 @@ class Sequence:
 @dataclass(slots=True)
 class SchedulerOutput:
     decodes: list[Sequence] = field(default_factory=list)  # one token each
+    # Of decodes: tokens that may follow the last one; each is a row of the step's too, behind those of all decodes.
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
     imports: list[Sequence] = field(default_factory=list)  # admitted; their KV is to be fetched
     onboards: list[tuple[Sequence, list[BlockCopy]]] = field(default_factory=list)  # admitted; copies to be made first
@@ -180,8 +220,13 @@ class SchedulerOutput:
         return [*self.decodes, *(sequence for sequence, _ in self.chunks)]
 
     @property
+    def num_decode_rows(self) -> int:
+        """Those of drafts among them."""
+        return len(self.decodes) + sum(map(len, self.drafts.values()))
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(count for _, count in self.chunks)
+        return self.num_decode_rows + sum(count for _, count in self.chunks)
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -203,6 +248,8 @@ class SchedulerOutput:
         """Let go of those that have ended or were preempted."""
         self.decodes = [sequence for sequence in self.decodes if sequence.state is SequenceStatus.RUNNING]
         self.chunks = [(sequence, count) for sequence, count in self.chunks if sequence.state is SequenceStatus.RUNNING]
+        if self.drafts:
+            self.drafts = {one: ids for one, ids in self.drafts.items() if one.state is SequenceStatus.RUNNING}
 
 
 @dataclass(slots=True)
@@ -252,6 +299,7 @@ class TableStep:
     rows: Tensor  # (1, T) int64: the batch row of each token
     num_decodes: int
     chunks: list[ChunkView]
+    has_drafts: bool = False  # several decode rows are of one batch row, and see each other
 
 
 @dataclass(slots=True)
@@ -296,10 +344,11 @@ class PromptRows:
 class Batch:
     ids: Tensor  # (1, T) int64
     positions: Tensor  # (1, T) int64; (3, 1, T) for a model with positions in three dimensions
-    logits_rows: Tensor | None  # int64: rows to sample first, then those of prompt log probabilities; None: all
+    # int64: rows to sample first, then those of drafts, then those of prompt log probabilities; None: all
+    logits_rows: Tensor | None
     groups: list[GroupStep] | list[TableStep] | list[KernelGroup]  # per group
     sampled: list[Sequence]  # in the order of the logits rows
     prompt_rows: list[PromptRows]
     embeddings: list[tuple[int, Tensor]] = field(default_factory=list)  # of pictures: place in the step, rows
-    num_decodes: int = 0
+    num_decodes: int = 0  # rows, of drafts too
     is_decode: bool = False  # nothing but decode rows: logits are wanted of all, in their order

@@ -11,7 +11,7 @@ import msgspec
 from bireme.messages import TokenLogprobs, Usage
 from bireme.openai.http.event_stream import PREFIX, SUFFIX, EventStream
 from bireme.pipelines.chat_answer import ResponseMeta, encode_json, ids_of
-from bireme.pipelines.chat_usage import NO_NVEXT, NvExtReply, timing_json, usage_json
+from bireme.pipelines.chat_usage import NO_NVEXT, NvExtReply, drafts_json, timing_json, usage_json
 from bireme.pipelines.token_logprobs import LOWEST, TokenTexts
 from bireme.text.output import TokenDelta
 
@@ -20,7 +20,9 @@ def batch_usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     parts = [usage_json(usages[at : at + n]) for at in range(0, len(usages), n)]
     total = {name: sum(part[name] for part in parts) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
-    return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+    drafts = drafts_json(usages)
+    details = {"completion_tokens_details": drafts} if drafts else {}
+    return {**total, "prompt_tokens_details": {"cached_tokens": cached}, **details}
 
 
 class LogprobColumns:

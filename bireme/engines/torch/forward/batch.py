@@ -1,6 +1,7 @@
 """Turns a plan into one packed row of tensors: ids, positions, pool rows, masks. Numpy, no loop over tokens.
 
-Decode rows come first, then chunks in the plan's order. Block tables of running sequences are mirrored in one array per
+Decode rows come first, then those of drafts, which are decode rows at later positions of the same sequences, then
+chunks in the plan's order. Block tables of running sequences are mirrored in one array per
 group, so that a decode step gathers them at once; only new blocks are copied.
 """
 
@@ -76,17 +77,15 @@ class BatchBuilder:
             sampled,
             prompt_rows,
             _embeddings(plan),
-            len(plan.decodes),
+            plan.num_decode_rows,
             is_decode=not plan.chunks,
         )
 
     def _build_of_tables(self, plan: SchedulerOutput) -> Batch:
         """The same with two operations of numpy and torch, each of which costs a step of one row some 20 us."""
         sampled, logits_rows, prompt_rows = _logits_rows(plan)
-        decodes, count = plan.decodes, len(plan.decodes)
-        ids = [sequence.tokens[-1] for sequence in decodes]
-        positions = [sequence.computed for sequence in decodes]
-        rows = [sequence.slot for sequence in decodes]
+        ids, positions, rows = _decode_rows(plan)
+        count = len(ids)
         for sequence, length in plan.chunks:
             first = sequence.computed
             ids += sequence.tokens[first : first + length]
@@ -98,7 +97,7 @@ class BatchBuilder:
         for group, window in enumerate(self._windows):
             self._mirror(group, plan)
             chunks = self._chunks(self._tables[group], window, plan, at)
-            groups.append(TableStep(self._table_tensors[group], tokens[2], count, chunks))
+            groups.append(TableStep(self._table_tensors[group], tokens[2], count, chunks, bool(plan.drafts)))
         wanted = torch.tensor(logits_rows, dtype=torch.int64) if plan.chunks else None
         return Batch(
             tokens[0], tokens[1], wanted, groups, sampled, prompt_rows, num_decodes=count, is_decode=not plan.chunks
@@ -108,7 +107,8 @@ class BatchBuilder:
         if not self._has_grid_positions:
             return self._tensor(positions).unsqueeze(0)
         parts, begin = [], 0
-        for sequence, count in [*((sequence, 1) for sequence in plan.decodes), *plan.chunks]:
+        drafts = ((sequence, len(ids)) for sequence, ids in plan.drafts.items())
+        for sequence, count in [*((sequence, 1) for sequence in plan.decodes), *drafts, *plan.chunks]:
             at = positions[begin : begin + count]
             if sequence.pictures is None:
                 parts.append(np.broadcast_to(at, (3, count)))
@@ -118,8 +118,8 @@ class BatchBuilder:
         return self._tensor(np.concatenate(parts, axis=1)).unsqueeze(1)
 
     def _tokens(self, plan: SchedulerOutput) -> tuple[Ints, Ints]:
-        ids = [sequence.tokens[-1] for sequence in plan.decodes]
-        positions = [np.array([sequence.computed for sequence in plan.decodes], dtype=np.int64)]
+        ids, at, _ = _decode_rows(plan)
+        positions = [np.array(at, dtype=np.int64)]
         for sequence, count in plan.chunks:
             ids += sequence.tokens[sequence.computed : sequence.computed + count]
             positions.append(np.arange(sequence.computed, sequence.computed + count))
@@ -134,12 +134,11 @@ class BatchBuilder:
                 sequence.mirrored[group] = len(blocks)
 
     def _group(self, group: int, window: int, plan: SchedulerOutput, positions: Ints) -> GroupStep:
-        table, size, count = self._tables[group], self._size, len(plan.decodes)
+        table, size, count = self._tables[group], self._size, plan.num_decode_rows
         slots = np.empty(len(positions), dtype=np.int64)
         decode = None
         if count:
-            rows = np.array([sequence.slot for sequence in plan.decodes])
-            at = positions[:count]
+            rows, at = np.array(_decode_rows(plan)[2]), positions[:count]
             slots[:count] = table[rows, at // size] * size + at % size
             decode = self._decode(table, rows, at, window)
         begin = count
@@ -151,7 +150,7 @@ class BatchBuilder:
         return GroupStep(self._tensor(slots), decode, self._chunks(table, window, plan, positions))
 
     def _chunks(self, table: Ints, window: int, plan: SchedulerOutput, positions: Ints) -> list[ChunkView]:
-        chunks, begin = [], len(plan.decodes)
+        chunks, begin = [], plan.num_decode_rows
         for sequence, length in plan.chunks:
             chunks.append(self._chunk(table[sequence.slot], positions[begin : begin + length], window, begin))
             begin += length
@@ -187,11 +186,11 @@ class BatchBuilder:
         return ChunkView(begin, begin + count, rows, self._tensor(visible)[None, None])
 
     def _kernel_group(self, group: int, window: int, plan: SchedulerOutput, positions: Ints) -> KernelGroup:
-        table, size, count = self._tables[group], self._size, len(plan.decodes)
+        table, size, count = self._tables[group], self._size, plan.num_decode_rows
         decode, chunks = None, []
         slots = [np.empty(0, dtype=np.int64)]
         if count:
-            rows, at = np.array([sequence.slot for sequence in plan.decodes]), positions[:count]
+            rows, at = np.array(_decode_rows(plan)[2]), positions[:count]
             slots.append(table[rows, at // size] * size + at % size)
             decode = self._table(table, rows, at)
         begin, own = count, [0]
@@ -234,9 +233,23 @@ class BatchBuilder:
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
+def _decode_rows(plan: SchedulerOutput) -> tuple[list[int], list[int], list[int]]:
+    """Return ids, positions and batch rows of the step's decode rows, those of drafts last."""
+    decodes = plan.decodes
+    ids = [sequence.tokens[-1] for sequence in decodes]
+    positions = [sequence.computed for sequence in decodes]
+    rows = [sequence.slot for sequence in decodes]
+    for sequence, drafts in plan.drafts.items():
+        first, count = sequence.computed + 1, len(drafts)
+        ids += drafts
+        positions += range(first, first + count)
+        rows += [sequence.slot] * count
+    return ids, positions, rows
+
+
 def _embeddings(plan: SchedulerOutput) -> list[tuple[int, Tensor]]:
     """Return the embeddings of pictures in the step's chunks, and their places in it."""
-    found, begin = [], len(plan.decodes)
+    found, begin = [], plan.num_decode_rows
     for sequence, count in plan.chunks:
         if sequence.pictures is not None:
             first = sequence.computed
@@ -251,7 +264,8 @@ def _logits_rows(plan: SchedulerOutput) -> tuple[list[Sequence], list[int], list
     sampled = list(plan.decodes)
     rows = list(range(len(sampled)))
     wanted: list[tuple[Sequence, int, list[int]]] = []
-    begin = len(sampled)
+    begin = plan.num_decode_rows
+    drafts = range(len(sampled), begin)
     for sequence, count in plan.chunks:
         if sequence.computed + count == len(sequence.tokens):
             sampled.append(sequence)
@@ -260,6 +274,7 @@ def _logits_rows(plan: SchedulerOutput) -> tuple[list[Sequence], list[int], list
             next_ids = sequence.tokens[sequence.computed + 1 : min(sequence.computed + count + 1, sequence.num_prompt)]
             wanted.append((sequence, begin, next_ids))
         begin += count
+    rows += drafts
     prompt_rows = []
     for sequence, first, next_ids in wanted:
         prompt_rows.append(PromptRows(sequence, len(rows), next_ids))

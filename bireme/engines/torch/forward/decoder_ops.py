@@ -150,7 +150,7 @@ class NativeOps:
         )
         self._rms_norm.argtypes = [pointer] * 4 + [integer, integer, number, flag]
         self._gate.argtypes = [pointer, pointer, integer, integer, flag, flag]
-        self._attend.argtypes = [pointer] * 3 + [integer, integer, pointer, integer, pointer, pointer, flag]
+        self._attend.argtypes = [pointer] * 3 + [integer, integer, flag, pointer, integer, pointer, pointer, flag]
         self._is_tiled = name == "bfloat16"
         self._multiply = library[f"multiply_{name}"] if not self._is_tiled or library["has_tiles"]() else None
         if self._multiply is not None:
@@ -178,6 +178,7 @@ class NativeOps:
             group.rows.data_ptr(),
             count,
             group.num_decodes,
+            group.has_drafts,
             group.tables.data_ptr(),
             group.tables.size(1),
             out.data_ptr(),

@@ -13,6 +13,8 @@
 | GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the modules |
 | GPU | the same | any other | `modules`: transformers' own, attention by KernelStep |
 
+A step with drafts is on a GPU none of `resident` and `mixed`, whose rows are of as many sequences.
+
 What attends to prompts' chunks in steps of the last row, and of `modules` on a GPU, kernel by kernel:
 
 | chunk | `prompt_attention` |
@@ -136,6 +138,8 @@ class Forward:
     def resident_for(self, plan: SchedulerOutput) -> tuple[StepPath, Resident] | None:
         """Return what starts this step and chooses its tokens on the GPU; None: `run` it."""
         resident, mixed = self.resident, self.mixed
+        if plan.drafts:
+            return None
         if plan.chunks:
             return (StepPath.MIXED, mixed) if mixed is not None and mixed.takes(plan) else None
         if resident is not None and len(plan.decodes) <= resident.most_rows:

@@ -375,10 +375,28 @@ void attend_to(const float *queries, int64_t group, int64_t head, int64_t heads,
     for (int64_t i = 0; i < size; i++) store(out + g * size + i, sums[g * size + i] / total[g]);
 }
 
+// `drafts`: rows of one sequence see each other, so that all keys and values are stored before any row attends.
 template <class T>
-void attend(T *qkv, const int64_t *positions, const int64_t *rows, int64_t tokens, int64_t decodes,
+void attend(T *qkv, const int64_t *positions, const int64_t *rows, int64_t tokens, int64_t decodes, bool drafts,
             const int64_t *tables, int64_t columns, T *out, const Layer &layer, int threads) {
   const int64_t size = layer.size, heads = layer.heads, kv_heads = layer.kv_heads, group = heads / kv_heads;
+  const auto keep = [&](int64_t token, int64_t head) {
+    const int64_t position = positions[token], *blocks = tables + rows[token] * columns;
+    const int64_t slot = blocks[position / layer.block_size] * layer.block_size + position % layer.block_size;
+    const int64_t to = (slot * kv_heads + head) * size;
+    T *key = qkv + (token * (heads + 2 * kv_heads) + heads + head) * size, *value = key + kv_heads * size;
+    float turned[size];
+    turn(key, layer.k_norm, layer.cos_sin + position * size, size, layer.eps, turned);
+    for (int64_t i = 0; i < size; i++) store(static_cast<T *>(layer.keys) + to + i, turned[i]);
+    std::copy(value, value + size, static_cast<T *>(layer.values) + to);
+    if (token >= decodes)
+      for (int64_t i = 0; i < size; i++) store(key + i, turned[i]);
+  };
+  if (drafts) {
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (int64_t token = 0; token < tokens; token++)
+      for (int64_t head = 0; head < kv_heads; head++) keep(token, head);
+  }
   // A token's heads together, but for few tokens, whose heads are what keeps the threads busy.
   int64_t together = kv_heads;
   while (together % 2 == 0 && tokens * (kv_heads / together) < 2 * threads) together /= 2;
@@ -386,23 +404,16 @@ void attend(T *qkv, const int64_t *positions, const int64_t *rows, int64_t token
   for (int64_t token = 0; token < tokens; token++)
     for (int64_t head = 0; head < kv_heads; head += together) {
       const int64_t position = positions[token], *blocks = tables + rows[token] * columns;
-      const int64_t slot = blocks[position / layer.block_size] * layer.block_size + position % layer.block_size;
       const float *cos_sin = layer.cos_sin + position * size;
-      float queries[together * group * size], turned[size];
+      float queries[together * group * size];
       for (int64_t h = 0; h < together; h++) {
-        T *own = qkv + token * (heads + 2 * kv_heads) * size;
-        T *query = own + (head + h) * group * size, *key = own + (heads + head + h) * size, *value = key + kv_heads * size;
-        const int64_t to = (slot * kv_heads + head + h) * size;
+        if (!drafts) keep(token, head + h);
+        T *query = qkv + (token * (heads + 2 * kv_heads) + (head + h) * group) * size;
         float *turned_queries = queries + h * group * size;
-        turn(key, layer.k_norm, cos_sin, size, layer.eps, turned);
-        for (int64_t i = 0; i < size; i++) store(static_cast<T *>(layer.keys) + to + i, turned[i]);
-        std::copy(value, value + size, static_cast<T *>(layer.values) + to);
         for (int64_t g = 0; g < group; g++)
           turn(query + g * size, layer.q_norm, cos_sin, size, layer.eps, turned_queries + g * size);
-        if (token >= decodes) {
-          for (int64_t i = 0; i < size; i++) store(key + i, turned[i]);
+        if (token >= decodes)
           for (int64_t i = 0; i < group * size; i++) store(query + i, turned_queries[i]);
-        }
       }
       if (token < decodes) {
         for (int64_t i = 0; i < together * group * size; i++) queries[i] *= layer.scaling;
@@ -612,9 +623,9 @@ extern "C" void multiply_float32(const float *x, const uint16_t *weight, const f
     gate(gate_up, out, rows, width, is_gelu != 0, threads); \
   } \
   extern "C" void attend_##NAME(T *qkv, const int64_t *positions, const int64_t *rows, int64_t tokens, \
-                                int64_t decodes, const int64_t *tables, int64_t columns, T *out, \
+                                int64_t decodes, int drafts, const int64_t *tables, int64_t columns, T *out, \
                                 const Layer *layer, int threads) { \
-    attend(qkv, positions, rows, tokens, decodes, tables, columns, out, *layer, threads); \
+    attend(qkv, positions, rows, tokens, decodes, drafts, tables, columns, out, *layer, threads); \
   }
 
 EXPORT(float, float32)

@@ -22,6 +22,7 @@ from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
+from bireme.engines.torch.scheduling.speculation.verification import deliver_verified
 from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.engines.torch.scheduling.step_ranges import step_range
 from bireme.engines.torch.scheduling.step_records import StepRecorder
@@ -175,6 +176,9 @@ class EngineCore:
                 return planned
         with self._range("plan"):
             plan = self.scheduler.schedule()
+        if self._parts.speculation is not None and plan.decodes:
+            with self._range("draft"):
+                self._parts.speculation.draft(plan)
         self._arrivals.start(plan, now)
         return plan
 
@@ -206,11 +210,33 @@ class EngineCore:
             now, sequences = time.monotonic(), computed.batch.sampled
             if plan.chunks:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
-            self._delivery.accept_all(sequences, sampled, now)
-            self._parts.accounts.stepped(computed.path, now - began, len(sequences))
-            self._pace.landed(work, began, now, is_seen=bool(sequences) or self._sees_ends)
+            num_tokens = self._deliver(plan, computed, sampled, now)
+            ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
+            self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
+            self._pace.landed(work, began, ended, is_seen=bool(sequences) or self._sees_ends)
             if self._recorder is not None and scheduled is not None:
                 self._recorder.stepped(scheduled, computed.path, began)
+
+    def _deliver(self, plan: SchedulerOutput, computed: Computed, sampled: Sampled, now: float) -> int:
+        """Deliver what was drawn; return how many tokens that is."""
+        parts, sequences = self._parts, computed.batch.sampled
+        if not plan.drafts:
+            self._delivery.accept_all(sequences, sampled, now)
+            return len(sequences)
+        assert parts.speculation is not None
+        if self._recorder is not None:
+            self._recorder.jumped()
+        with self._range("verify"):
+            return deliver_verified(
+                plan,
+                computed,
+                sampled,
+                now,
+                parts.sampler,
+                self._delivery,
+                parts.speculation,
+                lambda sequence: self._computed(sequence, 1),
+            )
 
     def _begin(self, plan: SchedulerOutput, now: float) -> None:
         """Register new sequences with sampler and accounts; one that can't begin leaves the plan."""
@@ -254,7 +280,7 @@ class EngineCore:
                 rows.sequence.prompt_logprobs += sampler.prompt_logprobs(wanted, rows.next_ids, count)
         if batch.sampled:
             keys = [sequence.key for sequence in batch.sampled]
-            return sampler.sample(logits[: len(keys)] if batch.prompt_rows else logits, keys)
+            return sampler.sample(logits[: len(keys)] if len(logits) > len(keys) else logits, keys)
         self._parts.forward.keep_pace()
         self._arrivals.offload()  # these copies wait for the steps before, so that they are made during this one
         self._arrivals.note_computed()  # blocks that the step itself lets out of a window: for its end
@@ -312,6 +338,7 @@ class EngineCore:
             self._late.needs_host(batch)
             or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
             or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
+            or (self._parts.speculation is not None and self._parts.speculation.is_hopeful(plan))
         )
         return _Started(path, plan, batch, flight, began, work, scheduled, needs_host)
 

@@ -147,6 +147,9 @@ class TorchMetrics:
             prefill_worker=self._worker,
             decode_worker="" if kind == "context_only" else self._worker,
         )
+        if sequence.drafting is not None:
+            usage.drafted_tokens = sequence.drafting.num_drafted
+            usage.accepted_tokens = sequence.drafting.num_accepted
         if params is not None:
             usage.prefill_worker, usage.prefill_ms = params.worker, params.prefill_ms
             usage.queue_ms += params.queue_ms

@@ -13,6 +13,7 @@ from bireme.engines.torch.scheduling.admission import Admission
 from bireme.engines.torch.scheduling.disaggregation import TorchExporter, TorchImporter
 from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
+from bireme.engines.torch.scheduling.speculation.speculation import Speculation
 from bireme.engines.torch.scheduling.step_costs import StepCosts
 from bireme.engines.torch.step import Post
 from bireme.kv.blocks.block_manager import BlockManager
@@ -38,5 +39,6 @@ class Parts:
     importer: TorchImporter | None = None
     mover: BlockMover | None = None  # where blocks have tiers below the device
     pictures: PictureStore | None = None  # of a model that takes pictures
+    speculation: Speculation | None = None  # where the settings ask for drafts
     steps: StepRing | None = None  # where step records are asked for
     prompt_work: PromptWork = field(default_factory=PromptWork)

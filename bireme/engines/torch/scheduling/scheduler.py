@@ -167,9 +167,10 @@ class Scheduler:
             sequence.num_matched = {tier: count * size for tier, count in sequence.table.matched.items()}
 
     def prefilled(self, sequence: Sequence) -> None:
-        """Free the reservation for prefill chunks: from now on it takes one token a step."""
+        """Free the reservation for prefill chunks: from now on it takes one token a step, and those of a draft."""
         if not self._limits.may_preempt:
-            self._manager.reserve(sequence.table, self._manager.worst_case(sequence.worst_length, 1))
+            most = 1 + self._limits.max_draft_len
+            self._manager.reserve(sequence.table, self._manager.worst_case(sequence.worst_length, most))
 
     @property
     def _has_others(self) -> bool:

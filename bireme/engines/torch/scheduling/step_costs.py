@@ -51,9 +51,15 @@ class StepWork(NamedTuple):
     @classmethod
     def of(cls, plan: SchedulerOutput) -> StepWork:
         work = cls(len(plan.decodes), 0, sum(map(_lengths, plan.decodes)))
+        for sequence, drafts in plan.drafts.items():
+            work = work.with_rows(len(drafts), sequence.computed)
         for sequence, count in plan.chunks:
             work = work.with_chunk(plan.begin_of(sequence), count)
         return work
+
+    def with_rows(self, count: int, before: int) -> StepWork:
+        rows, tokens, context, looks = self
+        return StepWork(rows + count, tokens, context + count * before, looks)
 
     def with_chunk(self, before: int, count: int) -> StepWork:
         rows, tokens, context, looks = self

@@ -42,6 +42,10 @@ class StepRecorder:
             kept.variance,
         )
 
+    def jumped(self) -> None:
+        """Sequences of the step got more than a token."""
+        self._decodes.forget()
+
     def stepped(self, scheduled: ScheduledRequests, path: str, began_at: float) -> None:
         """It has ended. One that follows another at once is measured from that one's end."""
         now = time.monotonic()

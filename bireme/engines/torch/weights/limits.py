@@ -38,6 +38,13 @@ def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:
             f"scheduler_config.max_stream_gap_ms: {scheduler.max_stream_gap_ms:g} needs prompts in parts, and"
             " enable_chunked_prefill is false; set that to true, or remove the bound"
         )
+    speculation = config.speculative_config
+    max_draft_len = (speculation.max_draft_len or 0) if speculation is not None and speculation.decoding_type else 0
+    if max_draft_len >= max_num_tokens:
+        raise ConfigError(
+            f"speculative_config.max_draft_len: {max_draft_len}; a step verifies a draft with the token before it, and"
+            f" takes {max_num_tokens} tokens (max_num_tokens); lower the one or raise the other"
+        )
     if size < 1:
         raise ConfigError(f"kv_cache_config.tokens_per_block: {size}; at least 1, e.g. 32")
     return EngineLimits(
@@ -53,6 +60,7 @@ def resolve_limits(config: EngineConfig, model_config: Any) -> EngineLimits:
         max_queue_time_s=scheduler.max_queue_time_s,
         best_effort_share=scheduler.best_effort_share,
         max_stream_gap_s=scheduler.max_stream_gap_ms / 1e3,
+        max_draft_len=max_draft_len,
         overlaps=not config.disable_overlap_scheduler,
     )
 

@@ -1,0 +1,112 @@
+"""How many tokens of each draft a step verifies: as many as pay, by acceptance and by what steps were found to take.
+
+A draft's token is accepted if all before it were and it is right itself, with a probability that is taken to be the
+same at each of its places. It is estimated for each sequence and kind of evidence from what was tried, the last trials
+most, and begins where the engine's other sequences stand. A row more of a step makes that many tokens more, and takes
+what a step of so many rows takes more: the rows with most hope are taken as long as tokens a second grow. A sequence
+whose drafts fail has none any more, but for a short one now and then: its text may have come to where they are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
+from bireme.engines.torch.step import Draft, Drafting, SchedulerOutput, Sequence
+
+_GAIN = 1.05  # in tokens a second, for which a step is made larger: estimates err
+_PRIOR = 2.0  # trials that what is known of other sequences counts for
+_FIRST = (3.0, 5.0)  # accepted and tried of a kind that nobody has tried
+_FADES = 0.9  # of a sequence's trials, with each draft that is verified
+_OF_ALL = 0.99  # of the engine's
+_PROBE_EVERY = 48  # drafts that were not verified
+_PROBE = 2  # tokens of the one that is all the same
+_LOOK_EVERY = 64  # tokens of a sequence for which nobody looks for drafts
+
+
+class DraftLengths(Protocol):
+    def choose(self, plan: SchedulerOutput, drafts: Mapping[Sequence, Draft]) -> dict[Sequence, int]:
+        """Return how many tokens of each draft the step verifies, at least one; of others none."""
+
+    def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
+        """Return whether drafts of so many tokens at the most, which nobody has looked for yet, may pay."""
+
+    def learn(self, sequence: Sequence, kind: int, num_tried: int, num_accepted: int) -> None:
+        """Learn what a step found: the first `num_accepted` were right, and the one after it, if it was tried, not."""
+
+
+class MeasuredLengths:
+    def __init__(self, costs: StepCosts, verifying: StepCosts, num_kinds: int, most_s: float = 0.0) -> None:
+        """`verifying`: of steps that have drafts. `most_s`: that a step may take with them; 0: no bound."""
+        self._costs, self._verifying, self._most_s = costs, verifying, most_s
+        self._of_all = [_FIRST] * num_kinds
+        self._num_left_out = 0
+
+    def choose(self, plan: SchedulerOutput, drafts: Mapping[Sequence, Draft]) -> dict[Sequence, int]:
+        hopes = []
+        for sequence, draft in drafts.items():
+            hopes += _hopes(sequence, self.rate(sequence, draft.kind), len(draft.tokens))
+        hopes.sort(key=lambda one: -one[0])  # stable: of one sequence in their order
+        count = self._most_that_pay(plan, hopes)
+        if not count:
+            return self._probe(drafts)
+        chosen: dict[Sequence, int] = {}
+        for _, sequence in hopes[:count]:
+            chosen[sequence] = chosen.get(sequence, 0) + 1
+        return chosen
+
+    def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
+        if any(not one.num_output % _LOOK_EVERY for one in most):
+            return True
+        hopes = []
+        for sequence, count in most.items():
+            found = sequence.drafting.found if sequence.drafting is not None else 1.0
+            rate = max(self.rate(sequence, kind) for kind in range(len(self._of_all)))
+            hopes += _hopes(sequence, rate, count, found)
+        hopes.sort(key=lambda one: -one[0])
+        return self._most_that_pay(plan, hopes) > 0
+
+    def _most_that_pay(self, plan: SchedulerOutput, hopes: list[tuple[float, Sequence]]) -> int:
+        work = StepWork.of(plan)
+        tokens = float(len(plan.decodes))
+        best, best_count = _GAIN * tokens / self._costs.usual_s(work), 0
+        for count, (hope, sequence) in enumerate(hopes, 1):
+            tokens += hope
+            work = work.with_rows(1, sequence.computed)
+            if count & (count - 1) and count % 4 and count != len(hopes):
+                continue  # of many lengths some are enough
+            seconds = self._verifying.usual_s(work)
+            if self._most_s and seconds > self._most_s:
+                break
+            if tokens / seconds > best:
+                best, best_count = tokens / seconds, count
+        return best_count
+
+    def _probe(self, drafts: Mapping[Sequence, Draft]) -> dict[Sequence, int]:
+        self._num_left_out += len(drafts)
+        if self._num_left_out < _PROBE_EVERY:
+            return {}
+        self._num_left_out = 0
+        sequence, draft = max(drafts.items(), key=lambda one: self.rate(one[0], one[1].kind))
+        return {sequence: min(_PROBE, len(draft.tokens))}
+
+    def rate(self, sequence: Sequence, kind: int) -> float:
+        """Return the probability that a token of a draft of this kind is right."""
+        before, of = self._of_all[kind]
+        accepted, tried = sequence.drafting.trials.get(kind, (0.0, 0.0)) if sequence.drafting else (0.0, 0.0)
+        return (accepted + _PRIOR * before / of) / (tried + _PRIOR)
+
+    def learn(self, sequence: Sequence, kind: int, num_tried: int, num_accepted: int) -> None:
+        trials = min(num_accepted + 1, num_tried)
+        accepted, tried = self._of_all[kind]
+        self._of_all[kind] = accepted * _OF_ALL + num_accepted, tried * _OF_ALL + trials
+        drafting = sequence.drafting
+        assert isinstance(drafting, Drafting)
+        accepted, tried = drafting.trials.get(kind, (0.0, 0.0))
+        drafting.trials[kind] = accepted * _FADES + num_accepted, tried * _FADES + trials
+
+
+def _hopes(sequence: Sequence, rate: float, count: int, hope: float = 1.0) -> list[tuple[float, Sequence]]:
+    """Return the probability that each of a draft's tokens is delivered."""
+    return [(hope * rate**number, sequence) for number in range(1, count + 1)]

@@ -1,0 +1,52 @@
+"""Drafts of a sequence's own tokens: what followed the same few tokens before.
+
+TensorRT-LLM's `NGram` with a pool of each request's own: the longest match of the last tokens counts, up to
+`max_matching_ngram_size`, and of several the oldest or the newest. What an answer copies or edits comes back this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from bireme.engines.torch.step import Draft, Drafting, Sequence, TokenIds
+
+
+class NgramDrafter:
+    def __init__(self, max_matching_ngram_size: int, is_use_oldest: bool) -> None:
+        self.num_kinds = max_matching_ngram_size + 1  # by the tokens that matched
+        self._most, self._is_oldest = max_matching_ngram_size, is_use_oldest
+
+    def propose(self, most: Mapping[Sequence, int]) -> dict[Sequence, Draft]:
+        found = {}
+        for sequence, count in most.items():
+            if sequence.drafting is None:
+                sequence.drafting = Drafting()
+            known = sequence.drafting.learn(sequence.tokens)
+            matched, at = self._match(known)
+            if matched:
+                found[sequence] = Draft(_from(known, at, count), matched)
+        return found
+
+    def _match(self, known: TokenIds) -> tuple[int, int]:
+        """Return how many of the last tokens stand elsewhere too, and where what follows them begins."""
+        ends = np.flatnonzero(known[:-1] == known[-1])
+        if not ends.size:
+            return 0, 0
+        matched = 1
+        while matched < min(self._most, len(known) - 1):
+            longer = ends[ends >= matched]
+            longer = longer[known[longer - matched] == known[-1 - matched]]
+            if not longer.size:
+                break
+            ends = longer
+            matched += 1
+        return matched, int(ends[0] if self._is_oldest else ends[-1]) + 1
+
+
+def _from(known: TokenIds, at: int, count: int) -> list[int]:
+    """Return tokens from a place on; what would come after the last one repeats, as it does in a loop."""
+    tokens: list[int] = known[at : at + count].tolist()
+    period = len(tokens)
+    return [tokens[number % period] for number in range(count)]

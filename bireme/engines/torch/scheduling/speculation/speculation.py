@@ -1,0 +1,128 @@
+"""Puts drafts into a step's plan, and learns from what became of them.
+
+A step with drafts is several steps of one token whose forward pass is one. Each token of a draft is a decode row more,
+at the next position of its sequence. Tokens are then drawn position by position, each from its own row as without
+drafts: by its seed and position, with penalties, guide and processors as they stand after the token before. Where the
+token that was drawn is the draft's, the next row is what the next step would have computed, and the sequence goes on
+there; the rest is void. So nothing is ever taken back: only what was drawn reaches blocks, guides and clients, and rows
+of keys that are void are written anew before anything reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from bireme.engines.torch.scheduling.speculation.drafter import Drafter
+from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths
+from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
+from bireme.engines.torch.scheduling.step_costs import StepCosts
+from bireme.engines.torch.step import Draft, Drafting, SchedulerOutput, Sequence
+from bireme.kv.blocks.block_manager import BlockManager
+from bireme.metrics import Registry
+from bireme.settings import SpeculativeConfig
+
+logger = logging.getLogger("bireme.engines.torch")
+
+_NGRAM_SIZE = 3  # where the settings name none
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Used by the engine's thread."""
+
+    drafter: Drafter
+    lengths: DraftLengths
+    config: SpeculativeConfig
+    manager: BlockManager
+    metrics: Registry
+    is_on: bool = True
+
+    def draft(self, plan: SchedulerOutput) -> None:
+        """Add drafts to a step that is planned, in what is left of its tokens and of the blocks."""
+        longest = self.longest(len(plan.decodes)) if self.is_on else 0
+        most = {one: room for one in plan.decodes if (room := min(longest, _room(one))) > 0}
+        if not most:
+            return
+        try:
+            found = self._found(most)
+            chosen = self.lengths.choose(plan, found) if found else {}
+        except Exception:  # requests need no drafts
+            self.is_on = False
+            logger.exception("drafts_off reason=the drafter failed: requests are served without drafts from here on")
+            return
+        for sequence, count in chosen.items():
+            self._add(plan, sequence, found[sequence], count)
+
+    def _found(self, most: dict[Sequence, int]) -> dict[Sequence, Draft]:
+        found = self.drafter.propose(most)
+        for sequence in most:
+            drafting_of(sequence).looked(sequence in found)
+        return found
+
+    def longest(self, num_decodes: int) -> int:
+        """Return the most tokens of a draft in a step of so many sequences; 0: none is to be looked for."""
+        config = self.config
+        if config.max_concurrency is not None and num_decodes > config.max_concurrency:
+            return 0
+        if not (schedule := config.draft_len_schedule):
+            return config.max_draft_len or 0
+        sizes = sorted(schedule)
+        return schedule[sizes[max(0, bisect_right(sizes, num_decodes) - 1)]]
+
+    def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> None:
+        manager, table, computed = self.manager, sequence.table, sequence.computed
+        count = min(count, plan.budget)
+        if not manager.can_grow(table, computed + 1 + count, computed):
+            count = min(count, len(table.blocks[0]) * manager.tokens_per_block - computed - 1)
+        if count <= 0:
+            return
+        manager.grow(table, computed + 1 + count, computed)
+        plan.drafts[sequence] = draft.tokens[:count]
+        plan.budget -= count
+        drafting_of(sequence).kind = draft.kind
+
+    def is_hopeful(self, plan: SchedulerOutput) -> bool:
+        """Return whether the step after this one should wait for its tokens: a draft may follow them, and pay."""
+        longest = self.longest(len(plan.decodes)) if self.is_on else 0
+        most = {one: min(longest, _room(one) - 1) for one in plan.decodes}
+        return any(count > 0 for count in most.values()) and self.lengths.is_hopeful(plan, most)
+
+    def verified(self, sequence: Sequence, num_tried: int, num_accepted: int, is_cut: bool) -> None:
+        """Count what a step made of a draft. `is_cut`: the request ended within it."""
+        self.metrics.add("bireme_draft_tokens_total", num_tried)
+        self.metrics.add("bireme_accepted_draft_tokens_total", num_accepted)
+        self.metrics.observe("bireme_accepted_draft_length", num_accepted)
+        if not is_cut:
+            self.lengths.learn(sequence, drafting_of(sequence).kind, num_tried, num_accepted)
+
+
+def open_speculation(
+    config: SpeculativeConfig | None,
+    manager: BlockManager,
+    metrics: Registry,
+    costs: StepCosts,
+    is_apart: bool,
+    max_stream_gap_s: float,
+) -> Speculation | None:
+    """Return it; None: the settings ask for no drafts. `is_apart`: steps with drafts take another path than others."""
+    if config is None or not config.decoding_type:
+        return None
+    drafter = NgramDrafter(config.max_matching_ngram_size or _NGRAM_SIZE, config.is_keep_all and config.is_use_oldest)
+    lengths = MeasuredLengths(costs, StepCosts() if is_apart else costs, drafter.num_kinds, max_stream_gap_s)
+    metrics.start("bireme_draft_tokens_total", "bireme_accepted_draft_tokens_total")
+    return Speculation(drafter, lengths, config, manager, metrics)
+
+
+def drafting_of(sequence: Sequence) -> Drafting:
+    if sequence.drafting is None:
+        sequence.drafting = Drafting()
+    return sequence.drafting
+
+
+def _room(sequence: Sequence) -> int:
+    """Return how many tokens of a draft it could take and still have one of its own behind them."""
+    if sequence.is_canary or not sequence.first_token_at:
+        return 0
+    return sequence.max_tokens - sequence.num_output - 1

@@ -1,0 +1,70 @@
+"""Draws the tokens of a step and delivers them; where a draft turns out right its sequence goes on at the next row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bireme.engines.base import RequestKey
+from bireme.engines.torch.forward.forward import Computed
+from bireme.engines.torch.scheduling.delivery import TokenDelivery
+from bireme.engines.torch.scheduling.speculation.speculation import Speculation, drafting_of
+from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
+from bireme.logits.sampler import Sampled, Sampler
+
+
+def deliver_verified(
+    plan: SchedulerOutput,
+    computed: Computed,
+    sampled: Sampled,
+    now: float,
+    sampler: Sampler[RequestKey],
+    delivery: TokenDelivery,
+    speculation: Speculation,
+    advance: Callable[[Sequence], None],
+) -> int:
+    """Deliver a step with drafts, of which each sequence's first token has been drawn; return how many there were.
+
+    `advance`: the KV of a sequence's next token is in the pools.
+    """
+    sequences, going, depth, total = computed.batch.sampled, list(plan.drafts), 0, 0
+    accepted, rows = dict.fromkeys(plan.drafts, 0), _rows_of(plan, len(sequences))
+    for one in going:
+        drafting_of(one).num_drafted += len(plan.drafts[one])
+    while True:
+        going = _right(plan, going, depth, dict(zip(sequences, sampled.tokens, strict=True)), accepted)
+        delivery.accept_all(sequences, sampled, now)
+        total += len(sequences)
+        sequences = going = [one for one in going if one.state is SequenceStatus.RUNNING]
+        if not going:
+            break
+        for one in going:
+            advance(one)
+        sampled = sampler.sample(computed.logits[[rows[one] + depth for one in going]], [one.key for one in going])
+        depth += 1
+    for one, count in accepted.items():
+        speculation.verified(one, len(plan.drafts[one]), count, one.state is not SequenceStatus.RUNNING)
+    return total
+
+
+def _rows_of(plan: SchedulerOutput, begin: int) -> dict[Sequence, int]:
+    """Return where in the step's logits the rows of each draft begin."""
+    rows = {}
+    for one, ids in plan.drafts.items():
+        rows[one] = begin
+        begin += len(ids)
+    return rows
+
+
+def _right(
+    plan: SchedulerOutput, going: list[Sequence], depth: int, drawn: dict[Sequence, int], accepted: dict[Sequence, int]
+) -> list[Sequence]:
+    """Return those whose drafts say at this depth what was drawn, and count what of it is delivered."""
+    right = []
+    for one in going:
+        ids = plan.drafts[one]
+        if depth < len(ids) and drawn[one] == ids[depth] and one.state is SequenceStatus.RUNNING:
+            right.append(one)
+            if drawn[one] not in one.stop_ids:
+                accepted[one] += 1
+                drafting_of(one).num_accepted += 1
+    return right

@@ -1,0 +1,101 @@
+"""Drafts are looked up among a sequence's own tokens, and verified as far as that pays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from bireme.engines.torch.scheduling.speculation.lengths import MeasuredLengths
+from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
+from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
+from bireme.engines.torch.step import Draft, Drafting
+
+
+class Sequence(SimpleNamespace):
+    """What drafters and lengths read of one."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def __init__(self, tokens=()):
+        super().__init__(tokens=list(tokens), computed=100, num_output=10, drafting=Drafting())
+
+
+def draft(tokens, most=4, size=3, is_oldest=True):
+    found = NgramDrafter(size, is_oldest).propose({(one := Sequence(tokens)): most})
+    return (found[one].tokens, found[one].kind) if found else None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], ([4, 5, 6, 1], 3)),
+        ([9, 3, 7, 1, 2, 3, 4, 5, 2, 3], ([4, 5, 2, 3], 2)),  # the longest match before the oldest
+        ([3, 7, 8, 8, 9, 9, 4, 3], ([7, 8, 8, 9], 1)),
+        ([1, 2, 1, 2], ([1, 2, 1, 2], 2)),  # what repeats goes on repeating
+        ([1, 2, 3, 4], None),
+        ([1], None),
+    ],
+)
+def test_what_followed_the_same_tokens_before_is_drafted(tokens, told):
+    assert draft(tokens) == told
+
+
+def test_of_several_places_the_oldest_or_the_newest_counts():
+    tokens = [1, 2, 7, 1, 2, 8, 5, 5, 1, 2]
+    assert draft(tokens, 1)[0] == [7]
+    assert draft(tokens, 1, is_oldest=False)[0] == [8]
+
+
+def test_what_has_come_since_the_last_look_is_found():
+    drafter, one = NgramDrafter(3, True), Sequence([1, 2, 3])
+    assert not drafter.propose({one: 2})
+    one.tokens += [4, *range(100, 900), 2, 3]
+    assert drafter.propose({one: 2})[one].tokens == [4, 100]
+
+
+def learned(a_row_ms):
+    """Return the costs of an engine whose steps take 10 ms, and so much for each row beyond the first."""
+    costs = StepCosts()
+    for rows in range(1, 9):
+        for _ in range(6):
+            costs.landed([StepWork(rows, 0, 100 * rows)], (10 + a_row_ms * (rows - 1)) / 1e3)
+    return costs
+
+
+def chosen(lengths, one, kind=0):
+    plan = SimpleNamespace(decodes=[one], drafts={}, chunks=[])
+    return lengths.choose(plan, {one: Draft([5] * 6, kind)}).get(one, 0)
+
+
+def test_a_draft_that_is_always_right_is_verified_whole_and_one_that_never_is_not_at_all():
+    lengths, right, wrong = MeasuredLengths(*[learned(1)] * 2, 2), Sequence(), Sequence()
+    for _ in range(8):
+        lengths.learn(right, 1, 6, 6)
+        lengths.learn(wrong, 0, 6, 0)
+    assert (chosen(lengths, right, 1), chosen(lengths, wrong)) == (6, 0)
+
+
+@pytest.mark.parametrize(("a_row_ms", "least", "most"), [(0.1, 4, 6), (3, 1, 2), (9, 0, 0)])
+def test_the_dearer_a_row_the_shorter_a_draft(a_row_ms, least, most):
+    lengths, one = MeasuredLengths(*[learned(a_row_ms)] * 2, 1), Sequence()
+    for _ in range(8):
+        lengths.learn(one, 0, 6, 1)
+        lengths.learn(one, 0, 6, 4)
+    assert least <= chosen(lengths, one) <= most
+
+
+def test_a_sequence_whose_drafts_fail_is_tried_again_now_and_then():
+    lengths, one = MeasuredLengths(*[learned(2)] * 2, 1), Sequence()
+    for _ in range(20):
+        lengths.learn(one, 0, 6, 0)
+    counts = [chosen(lengths, one) for _ in range(100)]
+    assert sum(counts) == 4 and max(counts) == 2
+
+
+def test_no_step_becomes_longer_than_streams_may_wait():
+    lengths, one = MeasuredLengths(*[learned(1)] * 2, 1, most_s=12.5e-3), Sequence()
+    for _ in range(8):
+        lengths.learn(one, 0, 6, 6)
+    assert 1 <= chosen(lengths, one) <= 3

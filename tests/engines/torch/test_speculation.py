@@ -1,0 +1,217 @@
+"""With drafts an engine says what it says without: whatever is drafted, and whatever a request asks for."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+
+from bireme.engines.torch.forward import decoder_weights
+from bireme.logits.registry import register, unregister
+from bireme.messages import ProcessorCall
+from tests.engines.torch.host_resident import HostResident
+from tests.engines.torch.known_answers import NGRAM, draft_known
+from tests.engines.torch.test_disaggregated import Pair
+from tests.engines.torch.test_equality import MODELS, ON_MODULES
+from tests.engines.torch.test_late_choices import LATE, TOKENIZER, asked, opened, told
+from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
+
+PROMPTS = make_prompts(*MIXED)
+FEW = PROMPTS[:6]
+needs_tokenizer = pytest.mark.skipif(TOKENIZER is None, reason="models/tiny-llama is missing: make models")
+SAMPLED = {"temperature": 0.9, "seed": 7, "top_p": 0.95}
+
+
+@contextlib.contextmanager
+def on_modules(name):
+    with pytest.MonkeyPatch.context() as patch:
+        if name == ON_MODULES:
+            patch.setattr(decoder_weights, "FAMILIES", ())
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    with Harness(tiny("llama").path, speculative_config=NGRAM, max_num_tokens=64) as harness:
+        yield harness
+
+
+@pytest.fixture(scope="module")
+def guided():
+    """A model with a tokenizer, so with guides, and drafts."""
+    with opened(speculative_config=NGRAM) as harness:
+        yield harness
+
+
+def without_drafts(engine, requests):
+    """Return what it says without them, and have it draft that from then on."""
+    speculation = engine.core._parts.speculation
+    speculation.is_on = False
+    results = [engine.submit(one) for one in requests]
+    assert [result.finish.error for result in results] == [""] * len(requests)
+    prompts = [memoryview(one.prompt).cast("i").tolist() for one in requests]
+    draft_known(engine, prompts, [result.tokens for result in results])
+    return results
+
+
+def said(results):
+    return [(one.tokens, one.logprobs, one.finish.reason, one.finish.stop_token_id) for one in results]
+
+
+def num_accepted(results):
+    return sum(result.finish.usage.accepted_tokens for result in results)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_of_all_lengths_change_no_token(tiny, name):
+    model = tiny(name)
+    with (
+        on_modules(name),
+        Harness(model.path, speculative_config=NGRAM, max_num_tokens=64, tokens_per_block=8) as engine,
+    ):
+        draft_known(engine, PROMPTS, model.expect(PROMPTS))
+        results = [engine.submit(request(prompt)) for prompt in PROMPTS]
+        assert [result.finish.error or result.tokens for result in results] == model.expect(PROMPTS)
+        assert num_accepted(results) > 16 * 48 / 2 and engine.manager.num_referenced == 0
+
+
+@needs_tokenizer
+def test_whatever_a_request_asks_for_it_gets_the_same(guided):
+    requests = [asked(at) for at in range(len(LATE))]
+    before = without_drafts(guided, requests)
+    results = [guided.submit(one) for one in requests]
+    assert [told(result) for result in results] == [told(result) for result in before]
+    assert all(result.finish.usage.accepted_tokens for result in results if len(result.tokens) > 9)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_the_last_token_may_be_anywhere_in_a_burst(engine, max_tokens):
+    requests = [request(prompt, max_tokens) for prompt in FEW]
+    before = without_drafts(engine, requests)
+    results = [engine.submit(one) for one in requests]
+    assert said(results) == said(before)
+    assert all(result.finish.usage.completion_tokens == max_tokens for result in results)
+
+
+def test_a_processor_sees_each_verified_token_once_and_no_draft(engine):
+    seen = []
+
+    class Watching:
+        def __init__(self, context):
+            pass
+
+        def __call__(self, token_ids, logits):
+            seen.append(list(token_ids))
+
+    register("watching", Watching)
+    try:
+        one = request(PROMPTS[0], 30, logits_processors=(ProcessorCall("watching", {}),))
+        without_drafts(engine, [one])
+        before, seen[:] = list(seen), []
+        assert num_accepted([engine.submit(one)]) > 10 and seen == before
+    finally:
+        unregister("watching")
+
+
+def test_ngrams_of_a_text_that_repeats_are_accepted_and_told(engine, tiny):
+    prompt = PROMPTS[1] * 4
+    with Harness(tiny("llama").path, speculative_config=NGRAM) as fresh:
+        result = fresh.submit(request(prompt, 200))
+        assert [result.finish.error or result.tokens] == tiny("llama").expect([prompt], 200)
+        usage = result.finish.usage
+        assert 0 < usage.accepted_tokens <= usage.drafted_tokens
+        counted = {name: value for name, _, value in fresh.metrics.take_delta().counters}
+        assert counted["bireme_draft_tokens_total"] == usage.drafted_tokens
+        assert counted["bireme_accepted_draft_tokens_total"] == usage.accepted_tokens
+        assert counted["bireme_generated_tokens_total"] == 200
+
+
+def test_preempted_and_drafted_requests_say_the_same(tiny):
+    model = tiny("llama")
+    settings = {"queue": {"capacity_scheduler_policy": "MAX_UTILIZATION"}, "max_tokens": 320, "tokens_per_block": 8}
+    with Harness(model.path, max_num_tokens=64, speculative_config=NGRAM, **settings) as engine:
+        draft_known(engine, PROMPTS, model.expect(PROMPTS))
+        results = [engine.submit(request(prompt)) for prompt in PROMPTS]
+        assert [result.finish.error or result.tokens for result in results] == model.expect(PROMPTS)
+        assert engine.core.scheduler.num_preemptions > 0 and num_accepted(results) > 200
+        assert engine.manager.num_referenced == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_small_pool_without_eviction_has_room_for_drafts(tiny, name):
+    model = tiny(name)
+    with Harness(model.path, max_tokens=320, tokens_per_block=8, max_num_tokens=64, speculative_config=NGRAM) as engine:
+        draft_known(engine, PROMPTS, model.expect(PROMPTS))
+        assert engine.run([request(prompt) for prompt in PROMPTS]) == model.expect(PROMPTS)
+        assert engine.core.scheduler.num_preemptions == 0
+
+
+def test_blocks_and_events_are_of_accepted_tokens_alone(tiny):
+    model, events = tiny("llama"), []
+    prompt, answer = PROMPTS[1], model.expect(PROMPTS[1:2])[0]
+    for draws in (False, True):
+        settings = {"tokens_per_block": 4, "event_buffer_max_size": 100, "speculative_config": NGRAM}
+        with Harness(model.path, **settings) as engine:
+            draft_known(engine, [prompt], [answer]).is_on = draws
+            assert engine.run([request(prompt)]) == [answer]
+            events.append(stored(engine.engine.kv_events()))
+            result = engine.submit(request([*prompt, *answer, 7], 4))
+            assert result.finish.usage.cached_tokens == (len(prompt) + len(answer) - 1) // 4 * 4
+    assert events[0] == events[1]
+
+
+def stored(events):
+    return [block.tokens for event in events for block in getattr(event, "blocks", ())]
+
+
+@pytest.mark.parametrize("cut", [1, 17, 47])
+def test_a_stream_that_moved_in_the_middle_of_a_burst_goes_on_exactly(engine, cut):
+    requests = [request(prompt, **SAMPLED) for prompt in FEW]
+    whole = [result.tokens for result in without_drafts(engine, requests)]
+    resumed = [
+        request(prompt + tokens[:cut], num_resumed=cut, **SAMPLED) for prompt, tokens in zip(FEW, whole, strict=True)
+    ]
+    assert engine.run(resumed) == [tokens[cut:] for tokens in whole]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_decode_drafts_behind_a_prefill_worker_that_does_not(tiny, name):
+    model = tiny(name)
+    with Pair(model.path, 32, 16, speculative_config=NGRAM) as pair:
+        draft_known(pair.decode, PROMPTS, model.expect(PROMPTS))
+        assert pair.run(PROMPTS) == model.expect(PROMPTS)
+        assert num_accepted(pair.decode.results.values()) > 16 * 48 / 2
+        assert num_accepted(pair.prefill.results.values()) == 0
+        pair.assert_nothing_is_held()
+
+
+def test_a_drafter_that_fails_leaves_requests_without_drafts(engine, caplog):
+    requests = [request(prompt) for prompt in FEW]
+    whole = [result.tokens for result in without_drafts(engine, requests)]
+    speculation = engine.core._parts.speculation
+    speculation.drafter.propose = lambda most: 1 / 0
+    assert engine.run(requests) == whole
+    assert not speculation.is_on and "drafts_off" in caplog.text
+
+
+def test_tokens_that_a_stop_ends_are_not_counted_as_accepted(engine):
+    first = without_drafts(engine, [request(PROMPTS[2], 20)])[0].tokens
+    stop = first[9]
+    at = first.index(stop)
+    result = engine.submit(request(PROMPTS[2], 20, stop_token_ids=(stop,)))
+    assert (result.finish.reason, result.tokens) == ("stop", first[:at])
+    assert result.finish.usage.accepted_tokens < at == result.finish.usage.completion_tokens
+    assert msgspec.structs.asdict(result.finish.usage)["drafted_tokens"] >= result.finish.usage.accepted_tokens
+
+
+def test_a_batch_that_is_drafted_for_lands_each_step_and_others_are_started_ahead(tiny):
+    model = tiny("llama")
+    with Harness(model.path, speculative_config=NGRAM, max_num_tokens=64) as engine:
+        resident = HostResident.put_into(engine.core._parts)
+        speculation = draft_known(engine, FEW, model.expect(FEW))
+        assert engine.run([request(prompt) for prompt in FEW]) == model.expect(FEW)
+        assert num_accepted(engine.results.values()) > 6 * 48 / 2 and resident.num_ahead == 0
+        speculation.lengths.is_hopeful = lambda plan, most: False
+        assert engine.run([request(prompt) for prompt in FEW]) == model.expect(FEW)
+        assert resident.num_ahead > 20
