@@ -19,6 +19,7 @@ Exit codes: 0 ended as asked; 2 an option or setting is wrong, or the deployment
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 import threading
@@ -53,6 +54,7 @@ from bireme.sizing.step_times import StepTimes, published
 from bireme.stop_signals import on_stop_signal
 
 ENDED, WRONG = 0, 2
+_NOTE_S = 2.0  # for the live view, which may miss one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,13 +86,14 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
         if metrics is not None:
             tellers.append(metrics.count)
         if (door := door_of(options)) is not None:
-            tellers.append(lambda record: note_at(door, record))
+            notes = dataclasses.replace(door, timeout_s=_NOTE_S)
+            tellers.append(lambda record: note_at(notes, record))
         planner = WorkerPlanner(settings, *engines, predictor)
         loop = PlannerLoop(
             planner, observer, connector, tellers, acts=not options.advise, settings_file=settings_file,
             complain=complain,
         )  # fmt: skip
-        run(loop, settings.interval_s, options.intervals, stopping)
+        loop.run(settings.interval_s, options.intervals, stopping)
     except (BiremeError, OSError) as error:
         complain(str(error))
         return WRONG
@@ -100,15 +103,6 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
         if metrics is not None:
             metrics.stop()
     return ENDED
-
-
-def run(loop: PlannerLoop, interval_s: float, most: float, stopping: threading.Event) -> None:
-    """Take a turn an interval, the first after one, until `stopping` or as often as asked."""
-    num_turns, next_at = 0, time.monotonic() + interval_s
-    while num_turns < most and not stopping.wait(max(next_at - time.monotonic(), 0.0)):
-        next_at = max(next_at + interval_s, time.monotonic())  # one that came late is not made up for
-        loop.turn()
-        num_turns += 1
 
 
 def connector_of(options: argparse.Namespace) -> Connector:

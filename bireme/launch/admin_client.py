@@ -16,7 +16,6 @@ import msgspec
 from bireme.errors import BiremeError, ConfigError, NotFoundError, UnavailableError
 
 ADDRESS_VARIABLE, KEY_VARIABLE = "BIREME_ADMIN", "BIREME_ADMIN_KEY"
-_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class DoorClient:
     key: str = ""
     authority: str = ""  # file with that of the door's certificate; "": the system's
     certificate: tuple[str, str] | None = None  # own, and its key
+    timeout_s: float = 15.0
 
     def status(self) -> dict[str, Any]:
         """Raises BiremeError."""
@@ -63,11 +63,11 @@ class DoorClient:
         if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port:
             raise ConfigError(f"--admin {self.address}: write http://host:port, or https://host:port")
         if parts.scheme == "http":
-            return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+            return http.client.HTTPConnection(parts.hostname, parts.port, timeout=self.timeout_s)
         context = ssl.create_default_context(cafile=self.authority or None)
         if self.certificate is not None:
             context.load_cert_chain(*self.certificate)
-        return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S, context=context)
+        return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=self.timeout_s, context=context)
 
 
 def add_door_options(parser: argparse.ArgumentParser) -> None:

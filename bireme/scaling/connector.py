@@ -36,7 +36,7 @@ class SourcePage:
 
 
 class Connector(Protocol):
-    """One deployment. All calls come from one thread."""
+    """One deployment. One call at a time."""
 
     def sizes(self) -> Sizes:
         """Raises BiremeError where that can't be told."""

@@ -36,7 +36,7 @@ class _Look:
 
 
 class LiveObserver:
-    """Of one thread. What can't be believed stands in the observation's `doubt`."""
+    """One call at a time. What can't be believed stands in the observation's `doubt`."""
 
     def __init__(
         self,
@@ -51,14 +51,15 @@ class LiveObserver:
         self._num_unlike = 0  # looks in a row at which sizes and metrics contradicted each other
 
     def observe(self) -> Observation:
-        now = self._now()
+        began_at = self._now()
         self.sizes = None
         try:
             sizes = self.sizes = self._connector.sizes()
             pages = self._connector.pages()
         except BiremeError as error:
-            return self._doubtful(now, f"missing: {error}")
-        if doubt := _clocks_apart(now, pages):
+            return self._doubtful(self._now(), f"missing: {error}")
+        now, clock_s = self._now(), self._clock()
+        if doubt := _clocks_apart(began_at, now, pages):
             return self._doubtful(now, doubt)
         try:
             figures = {page.source: page_figures(page.text) for page in pages}
@@ -66,7 +67,7 @@ class LiveObserver:
             return self._doubtful(now, f"absurd: a metrics page has {error}")
         if doubt := _absurd(figures):
             return self._doubtful(now, doubt)
-        look = _Look(now, self._clock(), sizes, figures)
+        look = _Look(now, clock_s, sizes, figures)
         last, self._last = self._last, look
         if last is None:
             return self._doubtful(now, "gap: the first look, so nothing is known of an interval")
@@ -161,12 +162,16 @@ def _mean(total: float, count: float) -> float | None:
 
 
 def _tells_all(one: WorkerLevels) -> bool:
-    return None not in (one.max_num_tokens, one.max_batch_size, one.kv_blocks, one.block_tokens)
+    """A series that has just been made is 0 until its value is set."""
+    return all((one.max_num_tokens, one.max_batch_size, one.kv_blocks, one.block_tokens))
 
 
-def _clocks_apart(now: float, pages: Sequence[SourcePage]) -> str:
+def _clocks_apart(began_at: float, now: float, pages: Sequence[SourcePage]) -> str:
+    """A page was written between the look's beginning and its end, which may be far apart where doors are slow."""
     for page in pages:
-        ahead_s = page.at_s - now if page.at_s is not None else 0.0
+        ahead_s = 0.0
+        if page.at_s is not None and not began_at <= page.at_s <= now:
+            ahead_s = page.at_s - (now if page.at_s > now else began_at)
         if not abs(ahead_s) <= MOST_CLOCKS_APART_S:
             way = "ahead of" if ahead_s > 0 else "behind"
             return f"clocks apart: {page.source} is {abs(ahead_s):.0f} s {way} this host"

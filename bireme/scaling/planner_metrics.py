@@ -10,7 +10,7 @@ from bireme.metrics import Registry
 from bireme.openai.metrics_page import CONTENT_TYPE, MetricsPage
 from bireme.scaling.plan_record import PlanRecord
 
-_CAUSES = ("missing", "stale", "absurd", "clocks apart", "gap", "contradictory", "nothing new")
+_CAUSES = ("missing", "stale", "absurd", "clocks apart", "gap", "contradictory", "nothing new", "failed")
 _OTHER = "other"
 
 

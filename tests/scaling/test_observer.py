@@ -58,6 +58,27 @@ def test_while_no_decode_worker_serves_those_that_entries_keep_wait(played, obse
     assert (found.decode.num_ready, found.decode.num_waiting) == (0, 7)
 
 
+def test_a_door_that_answers_late_is_not_one_whose_clock_is_apart(played, observer):
+    def late():
+        found = PlayedDeployment.sizes(played)
+        played.pass_s(20)
+        return found
+
+    played.serve(30, seconds=40)
+    played.sizes = late
+    assert observer.observe().doubt == ""
+    played.page_at = played.now + 26  # the look will end at 20
+    assert observer.observe().doubt == "clocks apart: launch is 6 s ahead of this host"
+
+
+def test_a_worker_whose_limits_are_not_set_yet_has_not_told_what_it_can_do(played, observer):
+    played.num_up = {"decode": 0}
+    limits = ("engine_max_num_tokens", "engine_max_batch_size", "kv_blocks_total", "kv_block_tokens")
+    played.more = "\n".join(f'bireme_{name}{{worker="decode"}} 0' for name in limits)
+    observer.observe()
+    assert observer.engines().keys() == {"prefill"}
+
+
 def test_metrics_that_can_t_be_read_are_missing(played, observer):
     played.failure = "http://a:8004: no admin door answers there"
     assert observer.observe().doubt == "missing: http://a:8004: no admin door answers there"

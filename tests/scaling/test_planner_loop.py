@@ -1,5 +1,9 @@
 """A planner at work on a deployment: it acts, waits and holds, and stays within its budget whatever happens."""
 
+import math
+import threading
+import time
+
 import msgspec
 import pytest
 
@@ -20,6 +24,7 @@ ENGINE = PlannedEngine(
     StepTimes.of_mocker(MockerConfig(step_ms=10, step_ms_per_request=1, prefill_ms=0, prefill_ms_per_token=0.1))
 )
 BUSY, QUIET = 900, 60  # requests a minute
+LIMIT_S = 60
 SETTINGS = PlannerSettings(max_gpus=8, interval_s=60, start_s=60, reversal_s=300, down_window_s=120)
 
 
@@ -188,6 +193,40 @@ def test_a_log_that_can_t_be_written_stops_no_decision():
     played = Played(tellers=[full])
     played.minutes(2, BUSY)
     assert played.workers > 2 and "No space left on device" in played.complaints[-1]
+
+
+def test_an_error_of_the_planner_itself_is_a_hold_with_its_trace_and_the_next_turn_decides():
+    played = Played()
+    sizes, played.deployment.sizes = played.deployment.sizes, lambda: {}["prefill"]
+    record = played.minutes(1, BUSY)
+    assert (record.result, record.reason, record.stages) == ("hold", "hold: failed: KeyError: 'prefill'", {})
+    assert "Traceback" in played.complaints[-1] and played.deployment.scaled == []
+    played.deployment.sizes = sizes
+    played.minutes(2, BUSY)
+    assert played.workers > 2
+
+
+def test_while_a_look_hangs_each_interval_tells_a_hold_and_the_next_look_decides_again():
+    played, goes_on, stopping = Played(), threading.Event(), threading.Event()
+    pages = played.deployment.pages
+    played.deployment.pages = lambda: goes_on.wait(LIMIT_S) and pages()
+    running = threading.Thread(target=played.loop.run, args=(0.01, math.inf, stopping))
+    running.start()
+    wait_for(lambda: len(played.records) > 4)
+    assert {one.result for one in played.records} == {"hold"} and played.deployment.scaled == []
+    assert "the last turn's look or what it began takes 0 s so far" in played.records[-1].reason
+    goes_on.set()
+    wait_for(lambda: played.records[-1].stages)  # nothing new, but it was seen
+    stopping.set()
+    running.join(LIMIT_S)
+    assert not running.is_alive()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_each_decision_is_a_line_of_the_log(tmp_path):

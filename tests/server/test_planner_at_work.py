@@ -1,4 +1,8 @@
-"""tools/plan.py on a launch that runs: the load doubles, halves and ends, and workers follow without a lost request."""
+"""tools/plan.py on a launch that runs: the load doubles, halves and ends, and workers follow without a lost request.
+
+What holds on a machine however busy; which sizes follow from which load is exact where time is played
+(tests/planner, tests/scaling).
+"""
 
 import contextlib
 import json
@@ -18,7 +22,7 @@ from tests.server.openai_served import five_ports, served
 
 pytestmark = pytest.mark.server
 KEY = "the-operator-s-own-key"
-LIMIT_S, INTERVAL_S, BUDGET = 60, 3.0, 4
+LIMIT_S, INTERVAL_S, BUDGET = 180, 3.0, 4
 # A prompt takes 150 ms: of 2 requests a second one worker can't do all within the target, of 4 two can't.
 MOCKERS = (
     "workers.prefill.engine_config.mocker.prefill_ms=150",
@@ -38,27 +42,50 @@ def settings_words(*settings):
 class Launch:
     def __init__(self, folder, running, admin):
         self.folder, self.url = folder, running.url
-        self.door = DoorClient(f"http://127.0.0.1:{admin}", KEY)
-        self.answers, self._asking = [], []
-        self._number = 0
+        self.door = DoorClient(f"http://127.0.0.1:{admin}", KEY, timeout_s=LIMIT_S)
+        self.planner = None
+        self.begin_anew()
+
+    def begin_anew(self):
+        """Forget what another test has seen, or this one at its first try."""
+        self.answers, self._asking, self._number = [], [], 0
+        (self.folder / "decisions.jsonl").unlink(missing_ok=True)
 
     def awake(self):
         """Return stage -> workers that hold a GPU."""
         workers = self.door.status()["workers"]
         return Counter(name.partition("_")[0] for name, one in workers.items() if one["state"] != "asleep")
 
-    def load(self, per_s, seconds):
-        """Send so many requests a second, none of which waits for another one's answer."""
-        for _ in range(int(per_s * seconds)):
-            began = time.monotonic()
+    def decisions(self):
+        path = self.folder / "decisions.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wanted(self):
+        """Return prefill's workers, decision by decision; a hold without sizes has none."""
+        return [one["stages"]["prefill"]["wanted"] for one in self.decisions() if one["stages"]]
+
+    def wait_for(self, condition):
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            log = (self.folder / "plan.log").read_text()
+            assert self.planner.poll() is None, f"the planner has ended with {self.planner.returncode}:\n{log}"
+            assert time.monotonic() < deadline, f"the planner says:\n{log}"
+            time.sleep(0.1)
+
+    def load(self, per_s, seconds=0.0, until=lambda: True):
+        """Send so many requests a second, none of which waits for another one's answer, so long and until that."""
+        began = time.monotonic()
+        while (now := time.monotonic()) < began + seconds or not until():
+            assert now < began + LIMIT_S, (self.folder / "plan.log").read_text()
             self._asking.append(threading.Thread(target=self._ask, args=(self._number,)))
             self._number += 1
             self._asking[-1].start()
-            time.sleep(max(1 / per_s - (time.monotonic() - began), 0.0))
+            time.sleep(max(1 / per_s - (time.monotonic() - now), 0.0))
 
     def end(self):
         for thread in self._asking:
             thread.join(LIMIT_S)
+        assert self.answers == [8] * self._number  # none failed, none is short
 
     def _ask(self, number):
         prompt = [3 + (7 * number + at) % 900 for at in range(100)]  # none begins as another one
@@ -89,8 +116,9 @@ def planner_of(launch):
     with contextlib.ExitStack() as stack:
 
         def start(**changes):
+            launch.begin_anew()
             (launch.folder / "planner.yaml").write_text(json.dumps(SETTINGS | changes))
-            process = _started(launch)
+            launch.planner = process = _started(launch)
             stack.callback(process.wait)
             stack.callback(process.kill)
             return process
@@ -113,61 +141,57 @@ def _started(launch):
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-def decisions(launch):
-    path = launch.folder / "decisions.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for(condition, limit_s=LIMIT_S):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def test_workers_follow_a_load_that_doubles_halves_and_ends(launch, planner):
-    wait_for(lambda: launch.awake() == {"prefill": 1, "decode": 1})  # of five, as there is no load
-    num_before = len(decisions(launch))
-    most, is_over = Counter(), threading.Event()
+@contextlib.contextmanager
+def most_awake(launch):
+    """Yield a list that ends with the most workers that were seen to hold a GPU at once."""
+    seen, is_over = [0], threading.Event()
 
     def watch():
         while not is_over.wait(0.3):
-            most["workers"] = max(most["workers"], sum(launch.awake().values()))
+            seen.append(max(seen[-1], sum(launch.awake().values())))
 
     watching = threading.Thread(target=watch)
     watching.start()
-    launch.load(2, 6)
-    launch.load(4, 12)
-    launch.load(2, 21)
-    launch.end()
-    ended_at = time.time()
-    wait_for(lambda: [one["at"] for one in decisions(launch)][-1] > ended_at + 3 * INTERVAL_S)
-    is_over.set()
-    watching.join(LIMIT_S)
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        watching.join(LIMIT_S)
+
+
+LEAST = {"prefill": 1, "decode": 1}
+
+
+def test_workers_follow_a_load_that_doubles_halves_and_ends(launch, planner):
+    launch.wait_for(lambda: launch.awake() == LEAST)  # of five, as there is no load
+    num_before = len(launch.wanted())
+    with most_awake(launch) as most:
+        launch.load(2, until=lambda: max(launch.wanted()[num_before:], default=0) > 1)
+        launch.load(4, 12)
+        launch.load(2, 12)
+        launch.end()
+        launch.wait_for(lambda: launch.awake() == LEAST and launch.wanted()[-1] == 1)
     planner.send_signal(signal.SIGINT)
     assert planner.wait(LIMIT_S) == 0
-
-    assert launch.answers == [8] * 102  # none failed, none is short
-    wanted = [one["stages"]["prefill"]["wanted"] for one in decisions(launch)[num_before:]]
-    peak = wanted.index(max(wanted))
-    assert wanted[peak] == 3 and 2 in wanted[:peak] and 2 in wanted[peak:] and wanted[-1] == 1
-    assert 3 <= most["workers"] <= BUDGET
-    after = [one["stages"] for one in decisions(launch) if one["at"] > ended_at]
-    assert {stage: one["wanted"] for stage, one in after[2].items()} == {"prefill": 1, "decode": 1}
-    assert all(one["reason"] and not one.get("failure") for one in decisions(launch))
+    assert 3 <= most[-1] <= BUDGET
+    decisions = launch.decisions()
+    assert all(one["reason"] for one in decisions)
+    assert all(sum(stage["wanted"] for stage in one["stages"].values()) <= BUDGET for one in decisions)
 
 
-def test_a_planner_that_is_stopped_leaves_the_deployment_as_it_is(launch):
-    assert launch.awake() == {"prefill": 1, "decode": 1}
+def test_a_planner_that_is_stopped_leaves_the_deployment_as_it_is(launch, planner):
+    launch.wait_for(lambda: launch.awake() == LEAST)
+    planner.send_signal(signal.SIGTERM)
+    assert planner.wait(LIMIT_S) == 0
+    assert launch.awake() == LEAST
     launch.load(4, 1)
     launch.end()
-    assert launch.answers[-4:] == [8] * 4
 
 
 def test_a_launch_of_which_all_workers_sleep_wakes_for_the_first_request(launch, planner_of):
     none = {"minimum": 0}
     planner_of(prefill=none, decode=none, reversal_s=0)
-    wait_for(lambda: not launch.awake())
+    launch.wait_for(lambda: not launch.awake())
     launch.load(1, 1)
     launch.end()
-    assert launch.answers[-1] == 8 and launch.awake() == {"prefill": 1, "decode": 1}
+    assert launch.awake() == LEAST
