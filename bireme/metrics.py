@@ -109,6 +109,9 @@ TABLE: dict[str, MetricSpec] = {
         ),
         _histogram("bireme_time_to_first_token_seconds", "From the request's arrival to its first token.", _SECONDS),
         _histogram("bireme_inter_token_latency_seconds", "Gap between two deliveries of a stream.", _SECONDS),
+        _histogram(
+            "bireme_time_per_output_token_seconds", "Mean gap between a request's tokens, once it has ended.", _SECONDS
+        ),
         _histogram("bireme_request_seconds", "From arrival to end.", _SECONDS),
         _histogram("bireme_queue_seconds", "From submission to the first engine step that works on it.", _SECONDS),
         _histogram("bireme_prompt_tokens", "Prompt tokens of a request.", _TOKENS),

@@ -125,6 +125,7 @@ class SequenceRunner:
             self._spans = SequenceSpans(request.trace, told)
         self.push = self._push_first
         self.first_token_at = 0.0
+        self.ended_at = 0.0
         self.migrations = 0
         self._generation: Generation | None = None
         self._ended: asyncio.Future[Finish] | None = None
@@ -262,6 +263,7 @@ class SequenceRunner:
                 if pause_s:
                     await asyncio.sleep(pause_s)
         finally:
+            self.ended_at = time.monotonic()
             if self._lease is not None:
                 self._lease.release()
             # Break the cycles of references: at hundreds of requests a second a collector would come late.

@@ -61,3 +61,6 @@ def _measure(sequence: SequenceRunner, arrived_at: float) -> None:
     if not sequence.first_token_at:
         return
     sequence.metrics.observe("bireme_time_to_first_token_seconds", sequence.first_token_at - arrived_at)
+    if (num_gaps := len(sequence.tokens) - 1) > 0:
+        seconds = (sequence.ended_at - sequence.first_token_at) / num_gaps
+        sequence.metrics.observe("bireme_time_per_output_token_seconds", seconds)

@@ -2,6 +2,7 @@
 
 Requests are those that ended at entries, and what is under way beyond the last look's. Lengths are those of decode's
 prompts and answers; what prefill found in its cache does not count. TTFT and gaps are as entries measured them.
+Shares that missed a target are those above the bucket's bound that is next to it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ from bireme.config import stage_of
 from bireme.errors import BiremeError
 from bireme.planner.observation import MOST_CLOCKS_APART_S, Observation, StageObservation
 from bireme.scaling.connector import STAGES, Connector, Sizes, SourcePage, StageSize
-from bireme.scaling.page_figures import TOTALS, PageFigures, WorkerLevels, page_figures
+from bireme.scaling.missed_targets import missed_share
+from bireme.scaling.page_figures import MEAN_GAP, TOTALS, TTFT, PageFigures, WorkerLevels, page_figures
 
 _LATE = 2.0  # intervals between two looks that are too many for one
+_INEXACT = 0.05  # of a share: what may be so far from the truth is told
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    ttft_ms: float
+    itl_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +57,13 @@ class LiveObserver:
         self._connector, self._interval_s, self._now, self._clock = connector, interval_s, now, clock
         self._last: _Look | None = None
         self.sizes: Sizes | None = None  # of the last look; None: they could not be told
+        self.inexact: list[str] = []  # what of the last observation buckets are too wide for
         self._num_unlike = 0  # looks in a row at which sizes and metrics contradicted each other
 
-    def observe(self) -> Observation:
+    def observe(self, targets: Targets | None = None) -> Observation:
+        """`targets`: of whose misses shares are asked for; None: they are not."""
         began_at = self._now()
-        self.sizes = None
+        self.sizes, self.inexact = None, []
         try:
             sizes = self.sizes = self._connector.sizes()
             pages = self._connector.pages()
@@ -71,14 +82,33 @@ class LiveObserver:
         last, self._last = self._last, look
         if last is None:
             return self._doubtful(now, "gap: the first look, so nothing is known of an interval")
-        found = _observation(last, look)
-        return replace(found, doubt=self._doubt(last, look))
+        found = replace(_observation(last, look), doubt=self._doubt(last, look))
+        return found if targets is None or found.doubt else self._with_shares(found, last, look, targets)
 
     def engines(self) -> dict[str, WorkerLevels]:
         """Return what a worker of each stage told at the last look; without those that did not."""
         last = self._last
         found = {stage: last.workers(stage) for stage in STAGES} if last is not None else {}
         return {stage: one for stage, workers in found.items() if (one := next(filter(_tells_all, workers), None))}
+
+    def _with_shares(self, found: Observation, last: _Look, look: _Look, targets: Targets) -> Observation:
+        """Where no bucket ends at a target, with what certainly missed it."""
+        shares, grown = dict[str, float | None](), _grown(last, look)
+        asked = {
+            "late_share": (TTFT, targets.ttft_ms, grown["num_ttft"]),
+            "slow_share": (MEAN_GAP, targets.itl_ms, min(grown["num_gaps"], grown["ended"])),
+        }
+        for name, (histogram, target_ms, count) in asked.items():
+            if count > 0 and all(histogram not in page.buckets for page in look.pages.values()):
+                return replace(found, doubt=f"missing: {histogram}_bucket of entries, by which {name} is told")
+            share = missed_share(_grown_buckets(last, look, histogram), target_ms / 1e3)
+            shares[name] = share.least if share is not None else None
+            if share is not None and share.most - share.least > _INEXACT:
+                self.inexact.append(
+                    f"{name} {share.least:.0%} to {share.most:.0%}: no bucket of {histogram} ends at {target_ms:g} ms"
+                    " (metrics.buckets)"
+                )
+        return replace(found, late_share=shares["late_share"], slow_share=shares["slow_share"])
 
     def _doubt(self, last: _Look, look: _Look) -> str:
         """Return the first reason not to believe the difference of two looks; "": there is none."""
@@ -138,6 +168,17 @@ def _grown(last: _Look, look: _Look) -> dict[str, float]:
     """Return how much totals grew. A source that is new began in this interval, or was out of reach: it counts next."""
     known = [(last.pages[source], page) for source, page in look.pages.items() if source in last.pages]
     return {name: sum(page.totals[name] - before.totals[name] for before, page in known) for name in TOTALS}
+
+
+def _grown_buckets(last: _Look, look: _Look, histogram: str) -> dict[float, float]:
+    """As `_grown`; a source's bucket that is new has grown from 0."""
+    found: dict[float, float] = {}
+    for source, page in look.pages.items():
+        if source in last.pages:
+            before = last.pages[source].buckets.get(histogram, {})
+            for bound, count in page.buckets.get(histogram, {}).items():
+                found[bound] = found.get(bound, 0.0) + count - before.get(bound, 0.0)
+    return found
 
 
 def _stage(look: _Look, stage: str) -> StageObservation:

@@ -39,6 +39,8 @@ _LEVELS = {
     "bireme_engine_max_batch_size": "max_batch_size",
 }
 TOTALS = (*_AT_ENTRIES.values(), *_AT_STAGES.values())
+TTFT, MEAN_GAP = "bireme_time_to_first_token_seconds", "bireme_time_per_output_token_seconds"  # of each request
+_BUCKETS = {f"{name}_bucket": name for name in (TTFT, MEAN_GAP)}
 
 
 @dataclass(slots=True)
@@ -69,6 +71,8 @@ class WorkerLevels:
 class PageFigures:
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
     active: float = 0.0  # requests that entries work on now
+    # Of entries: histogram -> bucket's upper bound, s -> requests up to it
+    buckets: dict[str, dict[float, float]] = field(default_factory=dict)
     workers: dict[str, WorkerLevels] = field(default_factory=dict)  # of prefill and decode
 
 
@@ -87,6 +91,10 @@ def page_figures(text: str) -> PageFigures:
         elif stage in _ENTRIES:
             if (total := _AT_ENTRIES.get(name)) is not None:
                 found.totals[total] += value
+            if (histogram := _BUCKETS.get(name)) is not None:
+                counts = found.buckets.setdefault(histogram, {})
+                bound = float(labels.get("le", "inf"))
+                counts[bound] = counts.get(bound, 0.0) + value
             if name == _ACTIVE.get(stage, _STREAMS):
                 found.active += value
     return found

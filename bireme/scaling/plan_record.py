@@ -41,6 +41,8 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_tokens: float | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    late_share: float | None = None  # of first tokens, that came certainly after the target
+    slow_share: float | None = None  # of requests, whose mean gap was certainly above it
     done: list[str] = []  # what was begun
     failure: str = ""  # why it could not be begun
 
@@ -75,7 +77,8 @@ def plan_record(
             "interval_s": seconds, "stages": stages,
             "requests_per_s": count / seconds if count is not None and seconds > 0 else None,
             "prompt_tokens": observation.prompt_tokens, "output_tokens": observation.output_tokens,
-            "ttft_ms": observation.ttft_ms, "itl_ms": observation.itl_ms, **told,
+            "ttft_ms": observation.ttft_ms, "itl_ms": observation.itl_ms,
+            "late_share": observation.late_share, "slow_share": observation.slow_share, **told,
         },
         PlanRecord,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.planner.observation import ScalingDecision
 from bireme.planner.planner import WorkerPlanner
 from bireme.scaling.connector import STAGES, Connector, Sizes
-from bireme.scaling.observer import LiveObserver
+from bireme.scaling.observer import LiveObserver, Targets
 from bireme.scaling.plan_record import PlanRecord, plan_record
 from bireme.scaling.planner_file import PlannerFile
 
@@ -81,7 +81,10 @@ class PlannerLoop:
 
     def _turn(self) -> PlanRecord:
         notes = self._follow_settings()
-        observation = self._observer.observe()
+        settings = self._planner.settings
+        targets = Targets(settings.ttft_ms, settings.itl_ms) if settings.target == "sla" else None
+        observation = self._observer.observe(targets)
+        notes += self._observer.inexact
         decision = self._planner.decide(observation, observation.at_s)
         sizes = self._observer.sizes
         wanted = self._wanted(decision, sizes)

@@ -21,6 +21,9 @@ class PlayedDeployment:
         self.ending: dict[str, int] = {}
         self.totals = dict.fromkeys(("requests", "prompt", "output", "cached", "ttft", "gaps"), 0.0)
         self.levels: dict[str, float] = {"active": 0, "waiting": 0, "running": 0, "kv_used": 0, "steps": 0}
+        # Bucket's upper bound, s -> share of the requests up to it; {}: there is no such histogram
+        self.ttft_s: dict[str, float] = {"0.25": 1.0, "0.5": 1.0, "1.0": 1.0, "+Inf": 1.0}
+        self.mean_gap_s: dict[str, float] = {"0.025": 1.0, "0.05": 1.0, "+Inf": 1.0}
         self.failure = ""  # why metrics can't be read
         self.page_at: float | None = None  # as its clock says; None: the same as everybody's
         self.num_up: dict[str, int] = {}  # by metrics, where they contradict the sizes
@@ -70,6 +73,8 @@ class PlayedDeployment:
             f'bireme_time_to_first_token_seconds_count{{worker="frontend"}} {totals["requests"]}',
             f'bireme_inter_token_latency_seconds_sum{{worker="frontend"}} {totals["gaps"]}',
             f'bireme_inter_token_latency_seconds_count{{worker="frontend"}} {totals["output"]}',
+            *_buckets("time_to_first_token", self.ttft_s, totals["requests"]),
+            *_buckets("time_per_output_token", self.mean_gap_s, totals["requests"]),
             f'bireme_prompt_tokens_sum{{worker="decode"}} {totals["prompt"]}',
             f'bireme_prompt_tokens_count{{worker="decode"}} {totals["requests"]}',
             f'bireme_completion_tokens_sum{{worker="decode"}} {totals["output"]}',
@@ -89,3 +94,8 @@ class PlayedDeployment:
             "engine_max_batch_size": 256,
         }  # fmt: skip
         return [f'bireme_{series}{{worker="{name}"}} {value}' for series, value in values.items()]
+
+
+def _buckets(name: str, shares: Mapping[str, float], count: float) -> list[str]:
+    series = f"bireme_{name}_seconds_bucket"
+    return [f'{series}{{worker="frontend",le="{bound}"}} {share * count}' for bound, share in shares.items()]

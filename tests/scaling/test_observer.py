@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bireme.scaling.observer import LiveObserver
+from bireme.scaling.observer import LiveObserver, Targets
 from tests.scaling.played_deployment import PlayedDeployment
 
 
@@ -77,6 +77,39 @@ def test_a_worker_whose_limits_are_not_set_yet_has_not_told_what_it_can_do(playe
     played.more = "\n".join(f'bireme_{name}{{worker="decode"}} 0' for name in limits)
     observer.observe()
     assert observer.engines().keys() == {"prefill"}
+
+
+def test_shares_that_missed_a_target_are_exact_where_a_bucket_ends_at_it(played, observer):
+    played.ttft_s = {"0.25": 0.5, "0.5": 0.9, "1.0": 0.95, "+Inf": 1.0}
+    played.mean_gap_s = {"0.025": 0.75, "0.05": 1.0, "+Inf": 1.0}
+    played.serve(40)
+    found = observer.observe(Targets(500.0, 25.0))
+    assert (found.late_share, found.slow_share) == (pytest.approx(0.1), 0.25) and observer.inexact == []
+    played.serve(0)
+    found = observer.observe(Targets(500.0, 25.0))
+    assert (found.doubt, found.late_share, found.slow_share) == ("", None, None)
+
+
+def test_between_two_bounds_a_share_is_what_certainly_missed_the_target_and_what_may_have_is_told(played, observer):
+    played.ttft_s = {"0.25": 0.5, "0.5": 0.7, "1.0": 0.9, "+Inf": 1.0}
+    played.serve(40)
+    assert observer.observe(Targets(600.0, 50.0)).late_share == pytest.approx(0.1)
+    assert observer.inexact == [
+        "late_share 10% to 30%: no bucket of bireme_time_to_first_token_seconds ends at 600 ms (metrics.buckets)"
+    ]
+    played.serve(40)
+    assert observer.observe(Targets(5000.0, 50.0)).late_share == 0.0  # above the last bound nothing is certain
+
+
+@pytest.mark.parametrize(("ttft_s", "what"), [({}, "time_to_first_token"), ({"+Inf": 1.0}, "time_per_output_token")])
+def test_a_histogram_that_is_not_there_is_missing_once_there_are_requests(played, observer, ttft_s, what):
+    played.ttft_s, played.mean_gap_s = ttft_s, {}
+    played.serve(0)
+    assert observer.observe(Targets(500.0, 50.0)).doubt == ""
+    played.serve(5)
+    assert observer.observe(Targets(500.0, 50.0)).doubt.startswith(f"missing: bireme_{what}_seconds_bucket of entries")
+    played.serve(5)
+    assert observer.observe().doubt == ""  # who has no targets needs none
 
 
 def test_metrics_that_can_t_be_read_are_missing(played, observer):

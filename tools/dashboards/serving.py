@@ -132,6 +132,15 @@ LATENCY = Row(
             heatmap("Gap between deliveries, all clients", "bireme_inter_token_latency_seconds", choice=CLIENTS),
         ],
         [
+            percentiles(
+                "Mean gap of a request",
+                "bireme_time_per_output_token_seconds",
+                choice=OF_CLIENTS,
+                limits=GAP,
+            ),
+            heatmap("Mean gap of a request, all clients", "bireme_time_per_output_token_seconds", choice=CLIENTS),
+        ],
+        [
             percentiles("Queue", "bireme_queue_seconds"),
             percentiles("Whole request", "bireme_request_seconds", choice=OF_CLIENTS),
             percentiles("Engine step", "bireme_engine_step_seconds"),
