@@ -43,6 +43,7 @@ def _not_torch(reason: str, *accepted: Any) -> Engines:
     return Engines(torch=Rule("refused", reason, accepted), mocker=HARMLESS)
 
 
+_KV_DTYPES = _not_torch("set auto or fp8, or use engine: trtllm", "float32", "float16", "bfloat16", "fp8")
 _ONE_GPU = _not_torch("one GPU per engine; set 1 and use `replicas`, or engine: trtllm")
 _LLM_ARGS = Rule(
     "refused", "TensorRT-LLM's arguments stand at the top of an engine YAML; move them there and set engine: trtllm"
@@ -58,12 +59,7 @@ class KvCacheConfig(Settings, frozen=True, kw_only=True):
     max_attention_window: Annotated[tuple[int, ...] | None, _NOT_MOCKER] = None
     # KV events that an engine keeps for its publisher; 0: 100,000 where `kv_events` in recipe.yaml publishes them
     event_buffer_max_size: NotNegative = 0
-    dtype: Annotated[
-        str,
-        _not_torch(
-            "the KV pool has the model's dtype; set auto, or use engine: trtllm", "float32", "float16", "bfloat16"
-        ),
-    ] = "auto"
+    dtype: Annotated[str, _KV_DTYPES] = "auto"
     enable_partial_reuse: Annotated[bool, _SPEED_ELSEWHERE] = False
     # Bytes of host memory for blocks that are evicted from the pool; None, 0: none
     host_cache_size: Annotated[NotNegative | None, _NOT_MOCKER] = None

@@ -172,6 +172,11 @@ TABLE: dict[str, MetricSpec] = {
             "fp8_blocks, and on a CPU a GGUF file's q4_0, q4_1, q8_0.",
             "form",
         ),
+        _gauge(
+            "bireme_kv_form",
+            "1 for what the torch engine keeps keys and values in: the model's dtype, or float8_e4m3fn.",
+            "form",
+        ),
         _histogram(
             "bireme_forward_pass_seconds",
             "One engine step by what it computed (prefill, decode, mixed), with kv_events.step_records.",

@@ -58,10 +58,10 @@ def test_harmless_keys_are_named_once_in_one_line(caplog):
 
 
 def test_a_refused_key_may_have_its_accepted_values():
-    for dtype in ("auto", "bfloat16"):
+    for dtype in ("auto", "bfloat16", "fp8"):
         check_engine_config(WorkerEntry(engine_config=EngineConfig(kv_cache_config=KvCacheConfig(dtype=dtype))))
-    with pytest.raises(ConfigError, match="kv_cache_config.dtype: 'fp8' on engine torch"):
-        check_engine_config(WorkerEntry(engine_config=EngineConfig(kv_cache_config=KvCacheConfig(dtype="fp8"))))
+    with pytest.raises(ConfigError, match="kv_cache_config.dtype: 'nvfp4' on engine torch"):
+        check_engine_config(WorkerEntry(engine_config=EngineConfig(kv_cache_config=KvCacheConfig(dtype="nvfp4"))))
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ ENGINES = Row(
         [
             lines("Attention of long prompts", "bireme_prompt_attention", choice=by("worker", "kernel"), combine="max"),
             lines("Form of the weights", "bireme_weights_form", choice=by("worker", "form"), combine="max"),
+            lines("Form of KV", "bireme_kv_form", choice=by("worker", "form"), combine="max"),
         ],
         [
             lines("Ready and asleep", {"bireme_engine_up": "ready", "bireme_engine_asleep": "asleep"}),

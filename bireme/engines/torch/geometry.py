@@ -15,15 +15,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class KvScales:
+    """What a layer's keys and values are multiples of where pools keep them as 8-bit floats."""
+
+    keys: float = 1.0
+    values: float = 1.0
+
+
+UNSCALED = KvScales()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """A layer's attention call, as the probe saw it."""
+    """A layer's attention call, as the probe saw it, and what its keys and values are kept in."""
 
     num_kv_heads: int
     key_size: int
     value_size: int
     window: int  # 0: all
-    dtype: torch.dtype
+    dtype: torch.dtype  # that they are computed in
     unknown: tuple[str, ...]
+    scales: KvScales | None = None  # of 8-bit floats; None: they are kept as they are computed
 
     @property
     def row_sizes(self) -> tuple[int, int]:
@@ -32,7 +44,17 @@ class LayerGeometry:
 
     @property
     def row_bytes(self) -> int:
+        """Return what a pool has of a token."""
+        return sum(self.row_sizes) if self.scales else self.computed_row_bytes
+
+    @property
+    def computed_row_bytes(self) -> int:
         return sum(self.row_sizes) * int(self.dtype.itemsize)
+
+    @property
+    def gathered_row_bytes(self) -> int:
+        """Return what a token takes that is copied out of a pool to be attended to: 8-bit floats are converted."""
+        return self.computed_row_bytes + (self.row_bytes if self.scales else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,14 @@ import msgspec
 import torch
 
 from bireme.engines.base import EngineContext, RequestKey
-from bireme.engines.torch.forward.opening import StepModel, add_graphs, check_form, open_forward, open_model
+from bireme.engines.torch.forward.opening import (
+    StepModel,
+    add_graphs,
+    check_form,
+    check_kv,
+    open_forward,
+    open_model,
+)
 from bireme.engines.torch.forward.warmup import warm_up
 from bireme.engines.torch.geometry import group_layers
 from bireme.engines.torch.images.picture_side import PictureSide, open_pictures
@@ -55,6 +62,7 @@ class LoadedEngine:
         # cuDNN's attention makes a plan for every shape, 30 to 40 ms of host time each.
         torch.backends.cuda.enable_cudnn_sdp(False)
         setup = settle(context, post)
+        check_kv(setup)
         check_form(setup)
         phases.end("checkpoint")
         self.weights = _load_weights(setup)
@@ -135,13 +143,15 @@ class LoadedEngine:
             prompt_attention=tuple(map(str, forward.prompt_attention)),
         )
         context.metrics.set("bireme_weights_form", 1, forward.form)
+        context.metrics.set("bireme_kv_form", 1, store.form)
         for kernel in self.capacity.prompt_attention[:1]:
             context.metrics.set("bireme_prompt_attention", 1, kernel)
         logger.info(
-            "engine_loaded model=%s dtype=%s weights=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
+            "engine_loaded model=%s dtype=%s weights=%s kv=%s device=%s kv_mib=%d kv_blocks=%d windows=%s load_s=%.1f",
             type(model.modules).__name__,
             self.capacity.dtype,
             forward.form,
+            store.form,
             setup.device.type,
             store.num_bytes >> 20,
             manager.num_blocks,
@@ -206,7 +216,7 @@ def _open_pools(setup: Setup, model: StepModel, shared_bytes: int) -> tuple[KvSt
     manager = BlockManager(
         [GroupSpec(group.window, count, below) for group, count, below in zip(groups, num_blocks, lower, strict=True)],
         limits.tokens_per_block,
-        model=setup.checkpoint.digest,
+        model=store.layout(setup.checkpoint.digest).identity,
         enable_reuse=cache.enable_block_reuse,
         events=EventBuffer(cache.event_buffer_max_size) if cache.event_buffer_max_size else None,
         # Two steps' worth: copies of the one are made during the other.

@@ -106,5 +106,10 @@ def restored(values: Tensor, scales: Tensor) -> Tensor:
     return values.float() * each
 
 
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """Return what E4M3 keeps of x as multiples of this scale; what is too large becomes the largest."""
+    return (x.float() * (1 / scale)).clamp(-LARGEST, LARGEST).to(E4M3)
+
+
 def _scale(largest: Tensor) -> Tensor:
     return largest.clamp(min=SMALLEST) / LARGEST

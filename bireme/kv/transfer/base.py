@@ -6,6 +6,7 @@ may have different block sizes, and the importer can skip rows that it holds.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -41,10 +42,18 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
     model: str  # digest or name: different models never exchange KV
     dtype: str
     groups: tuple[GroupLayout, ...]
+    scales: tuple[tuple[float, float], ...] = ()  # of 8-bit floats: keys' and values', a layer each
 
     @property
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
+
+    @property
+    def identity(self) -> str:
+        """Return what rows of equal tokens are equal by: the model, and with 8-bit floats that form and its scales."""
+        if not self.scales:
+            return self.model
+        return hashlib.sha256(f"{self.model} {self.dtype} {self.scales}".encode()).hexdigest()
 
 
 Done = Callable[[BiremeError | None], None]

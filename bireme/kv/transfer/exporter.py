@@ -407,6 +407,8 @@ def check_layouts(exporter: KvLayout, importer: KvLayout) -> None:
     for index, (first, second) in enumerate(zip(exporter.groups, importer.groups, strict=False)):
         differences.append((f"groups[{index}].window", first.window, second.window))
         differences.append((f"groups[{index}].row_bytes", first.row_bytes, second.row_bytes))
+    for index, scales in enumerate(zip(exporter.scales, importer.scales, strict=False)):
+        differences.append((f"scales[{index}]", *scales))
     for name, ours, theirs in differences:
         if ours != theirs:
             raise RequestError(

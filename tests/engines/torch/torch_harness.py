@@ -80,6 +80,7 @@ class Harness:
         own = set(KvCacheConfig.__struct_fields__) - set(EngineConfig.__struct_fields__)
         cache = {name: settings.pop(name) for name in list(settings) if name in own}
         cache.setdefault("tokens_per_block", 16)
+        cache["dtype"] = settings.pop("kv_dtype", "auto")
         config = EngineConfig(
             **({"max_batch_size": 16} | settings),
             kv_cache_config=KvCacheConfig(**cache),

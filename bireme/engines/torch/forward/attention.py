@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bireme.engines.torch.geometry import LayerGeometry
 from bireme.engines.torch.step import ChunkView, DecodeView, GroupStep
+from bireme.engines.torch.storage import E4M3, to_fp8
 
 NAME = "bireme_paged"  # absent from transformers' mask functions, so that no dense mask is built
 
@@ -79,9 +80,13 @@ def register() -> None:
     AttentionInterface.register(NAME, paged_attention)
 
 
-def store_rows(slots: Tensor, new: Tensor, pool: Tensor) -> None:
-    """Put the keys or values (1, N, T, size) of a step's tokens into their pool rows."""
-    pool.index_copy_(0, slots, new[0].transpose(0, 1).reshape(len(slots), -1).to(pool.dtype))
+def store_rows(slots: Tensor, new: Tensor, pool: Tensor, scale: float = 1.0) -> None:
+    """Put the keys or values (1, N, T, size) of a step's tokens into their pool rows. `scale`: of 8-bit floats."""
+    rows = new[0].transpose(0, 1).reshape(len(slots), -1)
+    if pool.dtype is E4M3:  # which torch does not copy by index
+        pool.view(torch.uint8).index_copy_(0, slots, to_fp8(rows, scale).view(torch.uint8))
+    else:
+        pool.index_copy_(0, slots, rows.to(pool.dtype))
 
 
 @dataclass(slots=True)

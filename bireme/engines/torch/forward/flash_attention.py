@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from bireme.engines.torch.forward.attention import Extras, attend
-from bireme.engines.torch.geometry import LayerGeometry
+from bireme.engines.torch.geometry import UNSCALED, KvScales, LayerGeometry
 from bireme.engines.torch.step import PackedChunks
+from bireme.engines.torch.storage import E4M3
 from bireme.errors import one_line
 
 logger = logging.getLogger("bireme.engines.torch")
@@ -100,19 +101,24 @@ class FlashAttention:
         values: Tensor,
         window: int,
         extras: Extras,
+        scales: KvScales = UNSCALED,
     ) -> Tensor | None:
         """Query (T, H, K), key (T, N, K) and value (T, N, K) are the chunks' own -> (T, H, K); None: not computed here.
 
-        A chunk behind its prefix is causal from the lower right corner: flash attention's own rule.
+        A chunk behind its prefix is causal from the lower right corner: flash attention's own rule. Of 8-bit floats its
+        own keys and values are the pools', too: a token is attended to as whoever comes later finds it.
         """
         if not self._has_torch or not _is_plain(query, value, extras):
             return None
-        if not chunks.is_fresh:
+        if not chunks.is_fresh or keys.dtype is E4M3:
             shape = len(chunks.rows), key.shape[1], -1
-            key, value = (pool.index_select(0, chunks.rows).view(shape) for pool in (keys, values))
+            key, value = (_gathered(pool, chunks.rows, query.dtype).view(shape) for pool in (keys, values))
+        scaling = extras.scaling * scales.keys
         if self._fa3 is not None and self._fa3.takes(query, key, window, chunks.longest_key):
-            return self._fa3.attend(query, key, value, chunks, extras.scaling)
-        return _attend_by_torch(query, key, value, chunks, extras.scaling, window)
+            found = self._fa3.attend(query, key, value, chunks, scaling)
+        else:
+            found = _attend_by_torch(query, key, value, chunks, scaling, window)
+        return found if scales.values == 1 else found * scales.values
 
 
 def _attend_by_torch(
@@ -134,6 +140,13 @@ def _attend_by_torch(
         window_size_right=0 if window else None,
     )[0]
     return out
+
+
+def _gathered(pool: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return these rows of a pool in the dtype of queries, less their scale."""
+    if pool.dtype is not E4M3:
+        return pool.index_select(0, rows)
+    return pool.view(torch.uint8).index_select(0, rows).view(E4M3).to(dtype)
 
 
 def _is_plain(query: Tensor, value: Tensor, extras: Extras) -> bool:

@@ -49,6 +49,7 @@ class FusedDecoder:
         products = products_for(weights, x)
         for index, layer in enumerate(weights.layers):
             group, keys, values = batch.groups[store.group_of[index]], store.keys[index], store.values[index]
+            scales = store.scales[index]
             assert isinstance(group, KernelGroup)
             qkv = products.qkv(layer)
             rotary = layer.rotary
@@ -63,11 +64,12 @@ class FusedDecoder:
                 keys,
                 values,
                 heads,
+                scales,
             )
             query, key = turned[:, :heads], turned[:, heads:]
             value = qkv[:, turned.shape[1] * turned.shape[2] :].view_as(key)
             size, extras = store.tokens_per_block, Extras(layer.scaling, layer.softcap or None, layer.sinks)
-            attended = attend_stored(group, query, key, value, keys, values, size, extras, self._flash)
+            attended = attend_stored(group, query, key, value, keys, values, size, extras, self._flash, scales)
             products.add_output(layer, attended.flatten(1))
             products.add_mlp(layer)
         x = products.rows()
@@ -99,6 +101,7 @@ class FusedDecoder:
                 self._windows[index],
                 layer.softcap,
                 layer.sinks,
+                scales=store.scales[index],
             )
             products.add_output(layer, attended)
             products.add_mlp(layer)
@@ -134,14 +137,21 @@ class FusedDecoder:
         )
         products = products_for(weights, x)
         for index, layer in enumerate(weights.layers[:num_layers]):
-            group, keys, values = store.group_of[index], store.keys[index], store.values[index]
+            group, keys, values, scales = (
+                store.group_of[index],
+                store.keys[index],
+                store.values[index],
+                store.scales[index],
+            )
             qkv = products.qkv(layer)
             rotary, table, window = layer.rotary, state.tables[group], self._windows[index]
             norms = (rotary.q_norm, rotary.k_norm, rotary.eps)
-            turned = rotate_and_store(qkv, *norms, rotary.cos_sin, positions, pool_rows[group], keys, values, heads)
+            turned = rotate_and_store(
+                qkv, *norms, rotary.cos_sin, positions, pool_rows[group], keys, values, heads, scales
+            )
             settings = (size, heads, layer.scaling, window, layer.softcap, layer.sinks)
-            decode_attention(qkv, rotary, parts[group], table, keys, values, state.scratch, *settings, out=attended)
-            chunk_attention(turned, tiles, table, keys, values, attended, *settings)
+            decode_attention(qkv, rotary, parts[group], table, keys, values, state.scratch, *settings, attended, scales)
+            chunk_attention(turned, tiles, table, keys, values, attended, *settings, scales)
             products.add_output(layer, attended)
             products.add_mlp(layer)
         x = products.rows()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bireme.engines.torch.forward.attention import Extras, store_rows
 from bireme.engines.torch.forward.flash_attention import FlashAttention
+from bireme.engines.torch.geometry import UNSCALED, KvScales
 from bireme.engines.torch.kernels.packed_prefill import num_parts, packed_prefill
 from bireme.engines.torch.kernels.paged_decode import paged_decode
 from bireme.engines.torch.step import KernelGroup
@@ -25,13 +26,15 @@ class KernelStep:
     groups: list[KernelGroup]  # per layer: its group's
     block_size: int
     flash: FlashAttention
+    scales: list[KvScales]  # per layer
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
-        group, keys, values = self.groups[layer], self.keys[layer], self.values[layer]
-        store_rows(group.slots, key, keys)
-        store_rows(group.slots, value, values)
+        group, keys, values, scales = self.groups[layer], self.keys[layer], self.values[layer], self.scales[layer]
+        store_rows(group.slots, key, keys, scales.keys)
+        store_rows(group.slots, value, values, scales.values)
         query_THK, key_TNK, value_TNV = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        parts = attend_stored(group, query_THK, key_TNK, value_TNV, keys, values, self.block_size, extras, self.flash)
+        pools = keys, values, self.block_size
+        parts = attend_stored(group, query_THK, key_TNK, value_TNV, *pools, extras, self.flash, scales)
         return parts.unsqueeze(0)
 
 
@@ -45,6 +48,7 @@ def attend_stored(
     block_size: int,
     extras: Extras,
     flash: FlashAttention,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """Attend to a layer's pools, which have the step's keys and values already -> (T, H, V)."""
     num_kv, parts = key_TNK.shape[1], []
@@ -62,6 +66,7 @@ def attend_stored(
                 group.window,
                 extras.softcap,
                 extras.sinks,
+                scales,
             )
         )
     for chunks in group.chunks:
@@ -71,7 +76,7 @@ def attend_stored(
         found = None
         if cut == 1 and not chunks.is_padded:
             fresh = (key_TNK[own], value_TNV[own])
-            found = flash.attend(chunks, query_THK[own], *fresh, keys, values, group.window, extras)
+            found = flash.attend(chunks, query_THK[own], *fresh, keys, values, group.window, extras, scales)
         if found is None:
             found = packed_prefill(
                 query_THK[own],
@@ -88,6 +93,7 @@ def attend_stored(
                 extras.sinks,
                 cut,
                 chunks.is_padded,
+                scales,
             )
         parts.append(found)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -73,8 +73,8 @@ def peak_bytes(model: Any, geometry: Sequence[LayerGeometry], limits: EngineLimi
         ) from error
     peak: int = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    # Beside it the KV of a prefix, gathered in one layer.
-    return peak + limits.max_seq_len * max(layer.row_bytes for layer in geometry)
+    # Beside it the KV of a prefix, gathered in one layer, and what it is computed in.
+    return peak + limits.max_seq_len * max(layer.gathered_row_bytes for layer in geometry)
 
 
 class Modules:
@@ -91,7 +91,7 @@ class Modules:
             # Triton's language comes with CUDA builds alone.
             from bireme.engines.torch.forward.kernel_step import KernelStep
 
-            self._make_step = partial(KernelStep, flash=flash or FlashAttention())
+            self._make_step = partial(KernelStep, flash=flash or FlashAttention(), scales=store.scales)
 
     @property
     def first_layer(self) -> Any:

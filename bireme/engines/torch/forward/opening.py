@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.decoder_ops import choose_ops
 from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
-from bireme.engines.torch.forward.flash_attention import open_flash_attention
+from bireme.engines.torch.forward.flash_attention import capability, open_flash_attention
 from bireme.engines.torch.forward.forward import Forward, StepPath
 from bireme.engines.torch.forward.kept_blocks import KeptBlocks
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
 from bireme.engines.torch.forward.warmup import FirstPasses, check_mixed, check_packed, check_resident
-from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
+from bireme.engines.torch.geometry import EngineLimits, KvScales, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.storage import WeightForm
 from bireme.engines.torch.weights.architectures import FAMILIES
@@ -31,6 +32,7 @@ from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.sampler import DrawRows
 
 logger = logging.getLogger("bireme.engines.torch")
+_FIRST_WITH_FP8 = (8, 9)  # whose instructions convert them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,19 @@ class StepModel:
         return draw_rows
 
 
+def check_kv(setup: Setup) -> None:
+    """Raise ConfigError where KV is to be 8-bit floats and nothing here attends to them, before weights are loaded."""
+    if setup.kv_scales is None:
+        return
+    why = ""
+    if not kernels.is_usable(setup.device):
+        why = "a CPU, or a GPU without triton, does not attend to 8-bit floats"
+    elif setup.device.type == "cuda" and capability(setup.device) < _FIRST_WITH_FP8:
+        why = "GPUs before compute capability 8.9 have no 8-bit floats"
+    if why:
+        raise ConfigError(f"kv_cache_config.dtype: 'fp8' on engine torch: {why}; set auto, or use engine: trtllm")
+
+
 def check_form(setup: Setup) -> None:
     """Raise ConfigError where weights are to be 8-bit floats and no decoder here reads them, before they are loaded."""
     if not setup.checkpoint.quant_algo:
@@ -95,7 +110,7 @@ def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positi
     found = setup.findings.geometry(lambda: probe(modules, device))
     check_kv_dtype(cache.dtype, found[0].dtype)
     longest = int(getattr(setup.checkpoint.text_config, "max_position_embeddings", 0) or 0)
-    geometry = narrow_windows(found, cache.max_attention_window, longest)
+    geometry = _scaled(narrow_windows(found, cache.max_attention_window, longest), setup.kv_scales)
     uses_kernels = kernels.is_usable(device)
     if device.type == "cuda" and not uses_kernels:
         logger.warning("kernels_off reason=triton is not installed: attention copies each step's whole context")
@@ -107,6 +122,13 @@ def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positi
         aim = StepPath.MODULES
     fused = fuse(modules, setup.limits.max_seq_len) if aim is StepPath.FUSED else None
     return StepModel(modules, geometry, uses_kernels, aim, fused, has_grid_positions)
+
+
+def _scaled(geometry: list[LayerGeometry], scales: Sequence[KvScales] | None) -> list[LayerGeometry]:
+    """Return it with what KV is kept in."""
+    if scales is None:
+        return geometry
+    return [replace(layer, scales=own) for layer, own in zip(geometry, scales, strict=True)]
 
 
 def open_forward(setup: Setup, model: StepModel, store: KvStore, manager: BlockManager, is_shared: bool) -> Forward:

@@ -89,7 +89,7 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
     with _checked(on.manager, on.limits) as (sequence, count):
         prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
         expected = on.findings.logits(f"prompt of {count}", lambda: modules.compute(prompt))
-        _compare("prompt", expected, resident.decoder.compute(prompt), _most_error(weights, count))
+        _compare("prompt", expected, resident.decoder.compute(prompt), _most_error(weights, count, on.store))
         _go_on(sequence, count)
         step = builder.build(SchedulerOutput(decodes=[sequence]))
         row = Row(SamplingParams(), [], (), (), resident.vocab_size)
@@ -102,7 +102,7 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         again = [(sequence.slot, 0, row)]  # now, and not when a request would wait for its kernel
         flight.choose_again(found[:, : resident.vocab_size].clone(), again)
         expected = on.findings.logits(f"decode step after {count}", lambda: modules.compute(step))
-        _compare("decode step", expected, found, _most_error(weights, 1))
+        _compare("decode step", expected, found, _most_error(weights, 1, on.store))
 
 
 def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) -> None:
@@ -121,7 +121,7 @@ def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) ->
             expected = on.findings.logits(what, by_modules)
             flight = mixed.start(plan, lambda _: row)
             flight.read()
-            _compare(f"mixed {what}", expected, flight.logits, _most_error(weights, plan.num_tokens))
+            _compare(f"mixed {what}", expected, flight.logits, _most_error(weights, plan.num_tokens, on.store))
 
 
 def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses) -> None:
@@ -190,14 +190,14 @@ def check_layer(weights: DecoderWeights, modules: Modules) -> None:
             _compare(f"layer's MLP of {rows}", expected, products.rows() - x, _MOST_ERROR_OF_LAYER)
 
 
-def _most_error(weights: DecoderWeights, rows: int) -> float:
+def _most_error(weights: DecoderWeights, rows: int, store: KvStore) -> float:
     """Return how far logits of a step with so many rows may be off, relative."""
     dtype = weights.embeddings.dtype
-    if dtype is torch.bfloat16 and rounds_activations(weights.form, rows):
+    if dtype is torch.bfloat16 and (store.is_fp8 or rounds_activations(weights.form, rows)):
         return _MOST_ERROR_OF_ROUNDED
     if dtype is torch.bfloat16:
         return _MOST_ERROR_OF_EXPERTS if weights.has_experts else _MOST_ERROR[dtype]
-    return _MOST_ERROR[dtype] if weights.form is WeightForm.PLAIN else _MOST_ERROR_OF_FP8
+    return _MOST_ERROR[dtype] if weights.form is WeightForm.PLAIN and not store.is_fp8 else _MOST_ERROR_OF_FP8
 
 
 def _compare(what: str, expected: torch.Tensor, found: torch.Tensor, most_error: float) -> None:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bireme.engines.torch.geometry import UNSCALED, KvScales
+from bireme.engines.torch.kernels.kept_rows import as_computed
 from bireme.engines.torch.kernels.paged_decode import precision, with_sinks
 
 TILE_COLUMNS = 4  # first row, rows (0: nothing to do), slot, position of the first
@@ -29,6 +31,7 @@ def _chunk_kernel(
     out,  # (R, H, K)
     sinks,  # (H,)
     scaling,
+    value_scale,
     softcap,
     query_stride,
     table_stride,
@@ -44,6 +47,7 @@ def _chunk_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_GPU: tl.constexpr,
 ):
     kv_head, own = tl.program_id(0), tiles + tl.program_id(1) * 4
     G: tl.constexpr = H // N
@@ -65,7 +69,7 @@ def _chunk_kernel(
             block = tl.load(own_table + at // BLOCK_SIZE, is_there, 0)
             rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
             key = tl.load(keys + rows[None, :] * K + k[:, None], is_there[None, :] & (k < K)[:, None], 0.0)
-            score = tl.dot(q, key, input_precision=PRECISION) * scaling
+            score = tl.dot(q, as_computed(key, q, IS_GPU), input_precision=PRECISION) * scaling
             if HAS_SOFTCAP:
                 score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
             ahead = at[None, :] - (position + token)[:, None]
@@ -75,13 +79,14 @@ def _chunk_kernel(
             weight = tl.where(is_seen, tl.exp(score - new_largest[:, None]), 0.0)
             shrink = tl.exp(largest - new_largest)
             value = tl.load(values + rows[:, None] * K + k[None, :], is_there[:, None] & (k < K)[None, :], 0.0)
+            value = as_computed(value, q, IS_GPU)
             sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
         largest, total, sums = with_sinks(sinks, head, g < G, largest, total, sums, HAS_SINKS)
         total = tl.where(token < count, total, 1.0)
         to = out + (row[:, None] * H + head[:, None]) * K + k[None, :]
-        tl.store(to, (sums / total[:, None]).to(out.dtype.element_ty), is_own)
+        tl.store(to, (sums / total[:, None] * value_scale).to(out.dtype.element_ty), is_own)
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int) -> int:
@@ -111,6 +116,7 @@ def chunk_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    scales: KvScales = UNSCALED,
 ) -> None:
     """Fill rows of `out` (R, H K) for query (R, H or more, K), tiles (tiles, 4) and table (slots, columns) int32.
 
@@ -127,7 +133,8 @@ def chunk_attention(
         table,
         out,
         query if sinks is None else sinks,
-        scaling,
+        scaling * scales.keys,
+        scales.values,
         softcap or 1.0,
         query.stride(0),
         table.stride(0),
@@ -143,6 +150,7 @@ def chunk_attention(
         HAS_SOFTCAP=softcap != 0,
         HAS_SINKS=sinks is not None,
         PRECISION=precision(query.dtype),
+        IS_GPU=query.is_cuda,
         num_warps=4,
         num_stages=2,
     )

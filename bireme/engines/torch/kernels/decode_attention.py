@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.geometry import Rotary
+from bireme.engines.torch.geometry import UNSCALED, KvScales, Rotary
+from bireme.engines.torch.kernels.kept_rows import as_computed, as_kept
 from bireme.engines.torch.kernels.launch import chain, prefetch, wait
 from bireme.engines.torch.kernels.paged_decode import precision, with_sinks
 from bireme.engines.torch.kernels.rotary import rotated
@@ -44,6 +45,9 @@ def _attention_kernel(
     scaling,
     softcap,
     eps,
+    key_inverse,  # of the pools' scales
+    value_inverse,
+    value_scale,
     table_stride,
     window,
     H: tl.constexpr,
@@ -60,6 +64,7 @@ def _attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_GPU: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     kv_head, own_part = tl.program_id(0), parts + tl.program_id(1) * 7
@@ -75,8 +80,8 @@ def _attention_kernel(
         at = begin * TILE + t
         block = tl.load(own_table + at // BLOCK_SIZE, (at >= first) & (at < position), 0)
         rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
-        prefetch(keys + rows * K)
-        prefetch(values + rows * K)
+        prefetch(keys + rows * K, K * keys.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(values + rows * K, K * keys.dtype.element_ty.primitive_bitwidth // 8)
     wait(CHAINED)
     if used > 0:
         head = kv_head * G + g
@@ -98,7 +103,7 @@ def _attention_kernel(
             block = tl.load(own_table + at // BLOCK_SIZE, is_seen, 0)
             rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
             key = tl.load(keys + rows[None, :] * K + k[:, None], is_seen[None, :] & (k < K)[:, None], 0.0)
-            score = tl.dot(q, key, input_precision=PRECISION) * scaling
+            score = tl.dot(q, as_computed(key, q, IS_GPU), input_precision=PRECISION) * scaling
             if HAS_SOFTCAP:
                 score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
             score = tl.where(is_seen[None, :], score, -1e30)
@@ -106,25 +111,27 @@ def _attention_kernel(
             weight = tl.where(is_seen[None, :], tl.exp(score - new_largest[:, None]), 0.0)
             shrink = tl.exp(largest - new_largest)
             value = tl.load(values + rows[:, None] * K + k[None, :], is_seen[:, None] & (k < K)[None, :], 0.0)
+            value = as_computed(value, q, IS_GPU)
             sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
         if number == used - 1:  # the token itself
+            kept_key, kept_value = as_kept(new_key, key_inverse, keys), as_kept(new_value, value_inverse, values)
             at_row = ((own_block * BLOCK_SIZE + position % BLOCK_SIZE) * N + kv_head) * K
-            tl.store(keys + at_row + k[None, :], new_key, (k < K)[None, :])
-            tl.store(values + at_row + k, new_value, k < K)
-            own_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scaling
+            tl.store(keys + at_row + k[None, :], kept_key, (k < K)[None, :])
+            tl.store(values + at_row + k, kept_value, k < K)
+            own_score = tl.sum(q.to(tl.float32) * kept_key.to(tl.float32), 1) * scaling
             if HAS_SOFTCAP:
                 own_score = softcap * (2 / (1 + tl.exp(-2 * own_score / softcap)) - 1)
             top = tl.maximum(largest, own_score)
             own_weight, own_shrink = tl.exp(own_score - top), tl.exp(largest - top)
-            sums = sums * own_shrink[:, None] + own_weight[:, None] * new_value.to(tl.float32)[None, :]
+            sums = sums * own_shrink[:, None] + own_weight[:, None] * kept_value.to(tl.float32)[None, :]
             total = total * own_shrink + own_weight
             largest = top
             largest, total, sums = with_sinks(sinks, head, g < G, largest, total, sums, HAS_SINKS)
         is_head = (g < G)[:, None] & (k < K)[None, :]
         to = out + (row * H + head[:, None]) * K + k[None, :]
-        sums = sums / total[:, None]
+        sums = sums / total[:, None] * value_scale
         if used == 1:
             tl.store(to, sums.to(out.dtype.element_ty), is_head)
         else:
@@ -258,6 +265,7 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """qkv (R, (H + 2 N) K), parts of `cut_into_parts`, table (slots, columns) int32 -> (R, H K), of rows with parts.
 
@@ -282,9 +290,12 @@ def decode_attention(
         scratch.counters,
         out,
         qkv if sinks is None else sinks,
-        scaling,
+        scaling * scales.keys,
         softcap or 1.0,
         rotary.eps,
+        1 / scales.keys,
+        1 / scales.values,
+        scales.values,
         table.stride(0),
         window or 1 << 30,
         H=num_heads,
@@ -301,6 +312,7 @@ def decode_attention(
         HAS_SOFTCAP=softcap != 0,
         HAS_SINKS=sinks is not None,
         PRECISION=precision(qkv.dtype),
+        IS_GPU=qkv.is_cuda,
         num_warps=4,
         num_stages=_stages(rows, qkv.dtype),
         maxnreg=128 if rows > 32 and qkv.dtype.itemsize == 2 and pad_k <= 128 else None,

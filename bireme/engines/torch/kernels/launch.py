@@ -30,10 +30,12 @@ def wait(CHAINED: tl.constexpr) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def prefetch(at: tl.tensor) -> None:
-    """Fetch what begins at these pointers, 256 bytes each, into the L2 cache. Not in the interpreter."""
+def prefetch(at: tl.tensor, NUM_BYTES: tl.constexpr) -> None:
+    """Fetch what begins at these pointers into the L2 cache, up to 256 bytes each. Not in the interpreter."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; prefetch.global.L2 [$1 + 128]; mov.u32 $0, 0;",
+        "prefetch.global.L2 [$1]; prefetch.global.L2 [$1 + 128]; mov.u32 $0, 0;"
+        if NUM_BYTES > 128
+        else "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
         [at.to(tl.int64)],
         dtype=tl.int32,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bireme.engines.torch.geometry import UNSCALED, KvScales
+from bireme.engines.torch.kernels.kept_rows import as_computed
 from bireme.engines.torch.kernels.paged_decode import _padded, precision
 
 _NOT_SPECIALIZED = ["window", "num_parts"]
@@ -32,6 +34,7 @@ def _prefill_kernel(
     sums_of,  # (T, H, parts, V) float32, where there are parts
     marks_of,  # (T, H, parts, 2) float32: largest score, and the total of weights
     scaling,
+    value_scale,
     softcap,
     query_stride,
     head_stride,
@@ -49,6 +52,7 @@ def _prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_GPU: tl.constexpr,
 ):
     chunk, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
     tile_q, head = tl.program_id(1), tl.program_id(2)
@@ -82,7 +86,7 @@ def _prefill_kernel(
             key = tl.load(
                 keys + (slot * N + kv_head)[None, :] * K + k[:, None], is_there[None, :] & (k < K)[:, None], 0.0
             )
-            score = tl.dot(q, key, input_precision=PRECISION) * scaling
+            score = tl.dot(q, as_computed(key, q, IS_GPU), input_precision=PRECISION) * scaling
             if HAS_SOFTCAP:
                 score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
             is_seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
@@ -94,9 +98,11 @@ def _prefill_kernel(
             value = tl.load(
                 values + (slot * N + kv_head)[:, None] * V + v[None, :], is_there[:, None] & (v < V)[None, :], 0.0
             )
+            value = as_computed(value, q, IS_GPU)
             sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
+        sums *= value_scale
         if HAS_PARTS:
             at = (token.to(tl.int64) * H + head) * num_parts + part
             tl.store(sums_of + at[:, None] * V + v[None, :], sums, is_own[:, None] & (v < V)[None, :])
@@ -171,6 +177,7 @@ def packed_prefill(
     sinks: Tensor | None = None,
     parts: int = 1,
     is_padded: bool = False,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """query (T, H, K), rows (L,) int64, begins (chunks + 1,) int32 -> (T, H, V). Window 0: all; parts: `num_parts`.
 
@@ -201,7 +208,8 @@ def packed_prefill(
         out,
         sums,
         marks,
-        scaling,
+        scaling * scales.keys,
+        scales.values,
         softcap or 1.0,
         query.stride(0),
         query.stride(1),
@@ -219,6 +227,7 @@ def packed_prefill(
         HAS_SINKS=sinks is not None,
         HAS_PARTS=parts > 1,
         PRECISION=precision(query.dtype),
+        IS_GPU=query.is_cuda,
         num_warps=4,
         num_stages=2,
     )

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bireme.engines.torch.geometry import UNSCALED, KvScales
+from bireme.engines.torch.kernels.kept_rows import as_computed
+
 _NOT_SPECIALIZED = ["table_stride", "num_splits", "window"]  # values that change while serving: one compilation
 
 
@@ -43,6 +46,7 @@ def _split_kernel(
     TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_GPU: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // N
@@ -69,7 +73,7 @@ def _split_kernel(
         block = tl.load(table + row.to(tl.int64) * table_stride + at // BLOCK_SIZE, is_seen, 0)
         slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
         key = tl.load(keys + (slot * N + kv_head)[None, :] * K + k[:, None], is_seen[None, :] & (k < K)[:, None], 0.0)
-        score = tl.dot(q, key, input_precision=PRECISION) * scaling
+        score = tl.dot(q, as_computed(key, q, IS_GPU), input_precision=PRECISION) * scaling
         if HAS_SOFTCAP:
             score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
         score = tl.where(is_seen[None, :], score, -1e30)
@@ -79,6 +83,7 @@ def _split_kernel(
         value = tl.load(
             values + (slot * N + kv_head)[:, None] * V + v[None, :], is_seen[:, None] & (v < V)[None, :], 0.0
         )
+        value = as_computed(value, q, IS_GPU)
         sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         total = total * shrink + tl.sum(weight, 1)
         largest = new_largest
@@ -94,6 +99,7 @@ def _join_kernel(
     stats,
     sinks,  # (H,)
     out,  # (R, H, V)
+    value_scale,
     H: tl.constexpr,
     V: tl.constexpr,
     PAD_V: tl.constexpr,
@@ -113,7 +119,9 @@ def _join_kernel(
     if HAS_SINKS:
         divisor += tl.exp(sink - top)
     sums = tl.load(partial + (at * SPLITS + split)[:, None] * V + v[None, :], (v < V)[None, :], 0.0)
-    tl.store(out + at * V + v, (tl.sum(sums * weight[:, None], 0) / divisor).to(out.dtype.element_ty), v < V)
+    tl.store(
+        out + at * V + v, (tl.sum(sums * weight[:, None], 0) / divisor * value_scale).to(out.dtype.element_ty), v < V
+    )
 
 
 def paged_decode(
@@ -128,6 +136,7 @@ def paged_decode(
     window: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """query (R, H, K), table (R, columns) int32 and lengths (R,) int32 -> (R, H, V). Window 0: all."""
     rows, heads, size = query.shape
@@ -147,7 +156,7 @@ def paged_decode(
         lengths,
         partial,
         stats,
-        scaling,
+        scaling * scales.keys,
         softcap or 1.0,
         query.stride(0),
         query.stride(1),
@@ -165,6 +174,7 @@ def paged_decode(
         TILE=_tile(query.dtype, pad_k),
         HAS_SOFTCAP=softcap is not None,
         PRECISION=precision(query.dtype),
+        IS_GPU=query.is_cuda,
         num_warps=4,
         num_stages=3 if query.dtype.itemsize == 2 and pad_k <= 128 else 2,
     )
@@ -173,6 +183,7 @@ def paged_decode(
         stats,
         stats if sinks is None else sinks,
         out,
+        scales.values,
         H=heads,
         V=value_size,
         PAD_V=pad_v,

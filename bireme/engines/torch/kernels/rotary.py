@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bireme.engines.torch.geometry import UNSCALED, KvScales
+from bireme.engines.torch.kernels.kept_rows import as_kept
 from bireme.engines.torch.kernels.launch import chain, wait
 
 
@@ -45,6 +47,8 @@ def _rotate_kernel(
     values,
     out,  # (T, H + N, K)
     eps,
+    key_inverse,  # of the pools' scales
+    value_inverse,
     H: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -68,9 +72,11 @@ def _rotate_kernel(
         is_key = (head >= H) & (head < H + N)
         key = rotated(at, k_norm, angles, is_key, eps, K, PAD_K, HAS_NORM).to(out.dtype.element_ty)
         tl.store(to, key, is_key[:, None] & is_size)
+        key = as_kept(key, key_inverse, keys)
         tl.store(keys + (row + head - H)[:, None] * K + k[None, :], key, is_key[:, None] & is_size)
         is_value = (head >= H + N) & (head < H + 2 * N)
         value = tl.load(at[:, None] + k[None, :], is_value[:, None] & is_size, 0.0)
+        value = as_kept(value, value_inverse, values)
         tl.store(values + (row + head - H - N)[:, None] * K + k[None, :], value, is_value[:, None] & is_size)
 
 
@@ -85,8 +91,12 @@ def rotate_and_store(
     keys: Tensor,
     values: Tensor,
     num_heads: int,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
-    """qkv (T, (H + 2 N) K), positions and slots (T,) -> queries and keys (T, H + N, K); fills the pools' rows."""
+    """qkv (T, (H + 2 N) K), positions and slots (T,) -> queries and keys (T, H + N, K); fills the pools' rows.
+
+    The keys that are returned are as computed, whatever the pools keep.
+    """
     tokens, size = len(qkv), cos_sin.shape[1]
     num_kv = keys.shape[1] // size
     out = torch.empty(tokens, num_heads + num_kv, size, dtype=qkv.dtype, device=qkv.device)
@@ -102,6 +112,8 @@ def rotate_and_store(
         values,
         out,
         eps,
+        1 / scales.keys,
+        1 / scales.values,
         H=num_heads,
         N=num_kv,
         K=size,

@@ -1,4 +1,4 @@
-"""The KV tensors of all layers, as rows of one token each.
+"""The KV tensors of all layers, as rows of one token each: in the dtype that the model computes in, or 8-bit floats.
 
 Layers that share a window share block ids; each layer has its own two tensors (keys, values) of (blocks *
 tokens_per_block, heads * size). Block 0 is padding: zero, and on a GPU, whose kernels never read it,
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.geometry import LayerGeometry, LayerGroup
+from bireme.engines.torch.geometry import UNSCALED, LayerGeometry, LayerGroup
 from bireme.engines.torch.pools.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.pools.row_copies import RowCopies
 from bireme.kv.blocks.block_pool import NULL
@@ -44,7 +44,9 @@ class KvStore:
         self.groups = tuple(groups)
         self.windows = [group.window for group in groups]
         self.tokens_per_block = tokens_per_block
-        self.dtype = geometry[0].dtype
+        self.dtype = geometry[0].dtype  # that the model computes in
+        self.is_fp8 = geometry[0].scales is not None
+        self.scales = [one.scales or UNSCALED for one in geometry]
         self.device = device
         group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self.group_of = [group_of[layer] for layer in range(len(geometry))]
@@ -64,11 +66,14 @@ class KvStore:
         rows = [(num_blocks[group] + 1) * self.tokens_per_block for group in self.group_of]
         shapes = [[(count, size) for size in one.row_sizes] for count, one in zip(rows, geometry, strict=True)]
         if is_shared and self.device.type == "cpu":
-            return self._in_host_pool(shapes, [one.dtype for one in geometry])
+            return self._in_host_pool(shapes, [self._kept_dtype(one) for one in geometry])
         return [
-            [_zeros(shape, one.dtype, self.device) for shape in pair]
+            [_zeros(shape, self._kept_dtype(one), self.device) for shape in pair]
             for one, pair in zip(geometry, shapes, strict=True)
         ]
+
+    def _kept_dtype(self, layer: LayerGeometry) -> torch.dtype:
+        return torch.float8_e4m3fn if self.is_fp8 else layer.dtype
 
     def _region(self, tensor: Tensor) -> Region:
         kind = MemoryKind.DRAM if self.device.type == "cpu" else MemoryKind.VRAM
@@ -76,12 +81,18 @@ class KvStore:
         return Region(tensor.data_ptr(), row_bytes, tensor.shape[0], kind, self.device.index or 0)
 
     @property
+    def form(self) -> str:
+        """Return the name of what keys and values are kept in."""
+        return str(self.keys[0].dtype).removeprefix("torch.")
+
+    @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def layout(self, model: str) -> KvLayout:
         groups = tuple(GroupLayout(group.window, group.row_bytes) for group in self.groups)
-        return KvLayout(model, str(self.dtype).removeprefix("torch."), groups)
+        scales = tuple((one.keys, one.values) for one in self.scales) if self.is_fp8 else ()
+        return KvLayout(model, self.form, groups, scales)
 
     def token_rows(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> TokenRows:
         """Return the rows of a request's tokens; `blocks`: the ids that it holds, a group each.

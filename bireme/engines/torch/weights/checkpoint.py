@@ -46,6 +46,7 @@ class Checkpoint:
     quant_algo: str = ""  # of TensorRT-LLM: how the weights are rounded when they are read; empty: they are not
     quantization: Quantization | None = None  # None: the weights are plain
     gguf: GgufHead | None = None  # of the shards, where they are GGUF files
+    told: dict[str, Any] | None = None  # quantization_config as it stands
 
     @property
     def name(self) -> str:
@@ -82,7 +83,8 @@ def read_checkpoint(model: str, trust_remote_code: bool = False, load_format: st
     if told is not None and not shards:
         logger.info("weights_are_plain quant_method=%s reason=load_format is dummy", told.get("quant_method"))
     quantization = read_quantization(told, shards) if shards and head is None else None
-    return Checkpoint(folder, config, shards, _digest(folder, shards, head), quantization=quantization, gguf=head)
+    digest = _digest(folder, shards, head)
+    return Checkpoint(folder, config, shards, digest, quantization=quantization, gguf=head, told=told)
 
 
 def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("bireme.engines.torch")
 
+FP8 = "fp8"  # of kv_cache_config.dtype
 _BATCH_SIZE = 64
 _NUM_TOKENS = 2048  # enough to keep a GPU busy; running streams stand still for a step of so many
 _LOGPROB_ELEMENTS = 1 << 25  # logits kept at once for prompt log probabilities
@@ -110,5 +111,8 @@ def _at_least_one(name: str, value: int | None, default: int) -> int:
 
 def check_kv_dtype(asked: str, dtype: torch.dtype) -> None:
     own = str(dtype).removeprefix("torch.")
-    if asked not in ("auto", own):
-        raise ConfigError(f"kv_cache_config.dtype: {asked}; the torch engine keeps KV in the model's {own}; use auto")
+    if asked not in ("auto", own, FP8):
+        raise ConfigError(
+            f"kv_cache_config.dtype: {asked}; the torch engine keeps KV in the model's {own}, or on a GPU as {FP8};"
+            " use auto"
+        )

@@ -9,11 +9,12 @@ import torch
 
 from bireme.config import EngineConfig
 from bireme.engines.base import EngineContext
-from bireme.engines.torch.geometry import EngineLimits
+from bireme.engines.torch.geometry import EngineLimits, KvScales
 from bireme.engines.torch.step import Post
 from bireme.engines.torch.weights.checkpoint import Checkpoint, open_checkpoint, rounded
 from bireme.engines.torch.weights.findings import Findings
-from bireme.engines.torch.weights.limits import resolve_limits
+from bireme.engines.torch.weights.kv_scales import read_kv_scales
+from bireme.engines.torch.weights.limits import FP8, resolve_limits
 from bireme.engines.torch.weights.shared_weights import weights_id
 
 
@@ -25,6 +26,7 @@ class Setup:
     checkpoint: Checkpoint
     limits: EngineLimits
     findings: Findings
+    kv_scales: tuple[KvScales, ...] | None = None  # a layer each, where KV is kept as 8-bit floats
 
     @property
     def config(self) -> EngineConfig:
@@ -37,5 +39,7 @@ def settle(context: EngineContext, post: Post) -> Setup:
     checkpoint = open_checkpoint(context.model_path, config.trust_remote_code, config.load_format)
     checkpoint = rounded(checkpoint, config.quant_config.quant_algo)
     limits = resolve_limits(config, checkpoint.text_config)
+    kv_scales = read_kv_scales(checkpoint) if config.kv_cache_config.dtype == FP8 else None
     subject = weights_id(checkpoint, config.dtype, device), msgspec.json.encode(config)
-    return Setup(context, post, device, checkpoint, limits, Findings(context.findings_path, *subject))
+    findings = Findings(context.findings_path, *subject)
+    return Setup(context, post, device, checkpoint, limits, findings, kv_scales)
