@@ -23,7 +23,7 @@ def activated(x, IS_GELU: tl.constexpr) -> tl.tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def gated_up(gate, up, IS_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr) -> tl.tensor:
     """Return what an expert makes of gate and up: `geometry.ClampedGate`; limit 0: there is none."""
-    if LIMIT:
+    if LIMIT > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # what is no number stays so, as no minimum would have it
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         return gate / (1 + tl.exp(-ALPHA * gate)) * (up + 1)
