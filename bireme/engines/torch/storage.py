@@ -20,6 +20,9 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 1e-12  # of what scales are made from: zeros have one, too
 MOST_EXACT_ROWS = 16  # activations of more are rounded
+MXFP4_GROUP = 32
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E8M0_BIAS = 127
 
 
 class WeightForm(enum.StrEnum):
@@ -31,6 +34,7 @@ class WeightForm(enum.StrEnum):
     Q4_0 = enum.auto()  # ggml's blocks, on a CPU
     Q4_1 = enum.auto()
     Q8_0 = enum.auto()
+    MXFP4 = enum.auto()  # experts alone: the other projections are plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +68,44 @@ class Fp8Weight:
         return self.values.float() * scales
 
 
-Weight: TypeAlias = Tensor | Fp8Weight
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight:
+    """Experts (E, N, K) in MXFP4: values of 4 bits (e2m1), 32 of which share a power of two (e8m0).
+
+    Source: OCP Microscaling Formats 1.0. Of a byte the low half comes first.
+    """
+
+    values: Tensor  # (E, N, K / 2) uint8
+    scales: Tensor  # (E, N, K / 32) uint8: exponents, 127 more than they are
+
+    @property
+    def form(self) -> WeightForm:
+        return WeightForm.MXFP4
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.values.shape[:2], 2 * self.values.shape[2]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def expert(self, index: int) -> Tensor:
+        """Return the weights of one, (N, K) float32."""
+        codes, exponents = self.values[index], self.scales[index]
+        pairs = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1, MXFP4_GROUP)
+        values = torch.tensor(_E2M1, device=codes.device)[pairs.int()]
+        return torch.ldexp(values, exponents.int()[..., None] - _E8M0_BIAS).view(len(codes), -1)
+
+
+Weight: TypeAlias = Tensor | Fp8Weight | Mxfp4Weight
 
 
 def form_of(weight: Weight) -> WeightForm:
-    return weight.form if isinstance(weight, Fp8Weight) else WeightForm.PLAIN
+    return WeightForm.PLAIN if isinstance(weight, Tensor) else weight.form
 
 
 def plain(weight: Weight) -> Tensor:
@@ -80,7 +117,7 @@ def plain(weight: Weight) -> Tensor:
 def parts_of(weight: Weight) -> tuple[Tensor, Tensor | None, int]:
     """Return what kernels take: values, scales, and the size of blocks (0: none)."""
     if not isinstance(weight, Fp8Weight):
-        return weight, None, 0
+        return plain(weight), None, 0
     return weight.values, weight.scales, BLOCK if weight.form is WeightForm.FP8_BLOCKS else 0
 
 

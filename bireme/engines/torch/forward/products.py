@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
-from bireme.engines.torch.kernels.experts import add_experts
 from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
+from bireme.engines.torch.kernels.mixture import add_experts
 from bireme.engines.torch.kernels.one_row_fp8 import one_row_fp8
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rounded_linear import rounded_linear
@@ -60,8 +60,8 @@ class ManyRows:
     def add_mlp(self, layer: DecoderLayer) -> None:
         """Add to the rows what the layer's MLP makes of them."""
         if layer.mixture is not None:
-            norm, up, down = layer.mlp_norm, plain(layer.gate_up), plain(layer.down)
-            add_experts(self._x, norm, self._eps, layer.mixture, up, down, self._is_gelu)
+            weights = layer.gate_up, layer.down
+            add_experts(self._x, layer.mlp_norm, self._eps, layer.mixture, *weights, self._is_gelu)
         else:
             self._add(self._inner(layer), layer.down, layer.mlp_post_norm)
 
@@ -169,4 +169,6 @@ class RoundedRows(ManyRows):
 
 
 def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
-    return (one_row_fp8 if isinstance(weight, Fp8Weight) else one_row_linear)(x, weight, *given, **how)
+    if isinstance(weight, Fp8Weight):
+        return one_row_fp8(x, weight, *given, **how)
+    return one_row_linear(x, plain(weight), *given, **how)

@@ -11,16 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.geometry import ClampedGate, Mixture
+from bireme.engines.torch.geometry import ClampedGate
 from bireme.engines.torch.kernels.launch import chain, wait
-from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.paged_decode import precision
-from bireme.engines.torch.kernels.row_wise import gated_up, rms_norm
+from bireme.engines.torch.kernels.row_wise import gated_up
 
 _SINGLE_ROWS = 4  # up to here each pair is a tile: so few seldom share an expert
 _MANY_PAIRS = 32  # an expert, on average: larger tiles
@@ -143,7 +141,7 @@ def group_pairs(chosen: Tensor, num_experts: int) -> Tiles:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rows_of(expert, n, width, IS_GATED: tl.constexpr, IN_TURNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def rows_of(expert, n, width, IS_GATED: tl.constexpr, IN_TURNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return where rows n of an expert begin among those of all, and how many rows behind them those of up are."""
     if IN_TURNS and IS_GATED:
         return (expert * width + n) * 2, width * 0 + 1
@@ -188,7 +186,7 @@ def _experts_kernel(
         is_row, is_own = (n < N)[:, None], (pair < num_pairs)[None, :]
         of = x + (pair // PAIRS).to(tl.int64)[None, :] * K
         width = N.to(tl.int64)
-        first, up = _rows_of(expert, n, width, IS_GATED, LIMIT > 0)
+        first, up = rows_of(expert, n, width, IS_GATED, LIMIT > 0)
         at = weight + first[:, None] * K + k[None, :]
         result = tl.zeros([TILE_N, ROWS], tl.float32)
         gated = tl.zeros([TILE_N, ROWS], tl.float32)
@@ -246,7 +244,7 @@ def experts_linear(
         IS_GATED=is_gated,
         IS_GELU=is_gelu,
         HAS_BIAS=bias is not None,
-        **_of_clamp(clamp),
+        **of_clamp(clamp),
         PRECISION=precision(x.dtype),
         num_warps=8 if is_large else 4,
         num_stages=4 if is_gated and not is_large else 3,
@@ -311,7 +309,7 @@ def _gated_row_kernel(
     is_row = (n < N)[:, None]
     width = N.to(tl.int64)
     wait(CHAINED)
-    first, up = _rows_of(tl.load(chosen + place).to(tl.int64), n, width, True, LIMIT > 0)
+    first, up = rows_of(tl.load(chosen + place).to(tl.int64), n, width, True, LIMIT > 0)
     at = weight + first[:, None] * K + k[None, :]
     sums = tl.zeros([TILE_N, TILE_K], tl.float32)
     ups = tl.zeros([TILE_N, TILE_K], tl.float32)
@@ -402,7 +400,7 @@ def add_row_experts(
         TILE_K=tile_k,
         IS_GELU=is_gelu,
         HAS_BIAS=gate_up_bias is not None,
-        **_of_clamp(clamp),
+        **of_clamp(clamp),
         num_warps=4,
         **chain(x),
     )
@@ -425,27 +423,5 @@ def add_row_experts(
     )
 
 
-def _of_clamp(clamp: ClampedGate | None) -> dict[str, float]:
+def of_clamp(clamp: ClampedGate | None) -> dict[str, float]:
     return {"LIMIT": 0.0, "ALPHA": 0.0} if clamp is None else {"LIMIT": clamp.limit, "ALPHA": clamp.alpha}
-
-
-def add_experts(
-    x: Tensor, norm: Tensor, eps: float, mixture: Mixture, gate_up: Tensor, down: Tensor, is_gelu: bool = False
-) -> None:
-    """Add to x (R, hidden), in place, what the experts that the router chooses make of it.
-
-    norm (hidden,): of the RMS norm that x goes through first.
-    """
-    router, clamp = mixture.router, mixture.clamp
-    biases = mixture.gate_up_bias, mixture.down_bias
-    if len(x) == 1:
-        logits = one_row_linear(x, router.weight, router.bias, norm, eps)
-        chosen, shares = choose_experts(logits, router.top_k, router.is_normed)
-        add_row_experts(x, norm, eps, chosen, shares, gate_up, down, is_gelu, *biases, clamp)
-        return
-    normed = rms_norm(x, norm, eps)
-    logits = F.linear(normed, router.weight, router.bias)
-    chosen, shares = choose_experts(logits, router.top_k, router.is_normed)
-    tiles = group_pairs(chosen, len(router.weight))
-    inner = experts_linear(normed, gate_up, tiles, True, is_gelu, biases[0], clamp)
-    add_shares(experts_linear(inner, down, tiles, bias=biases[1]), shares, x)

@@ -1,7 +1,6 @@
-"""MXFP4: values of 4 bits (e2m1), 32 of which share a power of two (e8m0), as gpt-oss publishes its experts.
+"""MXFP4, as gpt-oss publishes its experts: `storage.Mxfp4Weight` has the format.
 
-Source: OCP Microscaling Formats 1.0. Of a byte the low half comes first. The files have the outputs as rows, whose 32s
-lie side by side; the model has them as columns.
+The files have the outputs as rows, whose 32s lie side by side; the model has them as columns.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bireme.engines.torch.storage import MXFP4_GROUP, Mxfp4Weight
 from bireme.engines.torch.weights.quantized.heads import Head
 from bireme.engines.torch.weights.quantized.stored import StoredTensor, expect, part
 from bireme.errors import ConfigError
 
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_GROUP_BYTES = 16
-_BIAS, _NAN = 127, 255
+_GROUP_BYTES = MXFP4_GROUP // 2
+_NAN = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +26,11 @@ class Mxfp4:
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return (experts, groups * 32, rows), made an expert at a time: all of them in float32 would be large."""
-        data, exponents = parts["data"], parts["scale"]
-        experts, rows, groups, _ = data.shape
-        values = torch.tensor(_VALUES)
-        plain = torch.empty(experts, groups * 32, rows, dtype=dtype)
+        weight = Mxfp4Weight(parts["data"].flatten(2), parts["scale"])
+        experts, rows, columns = weight.shape
+        plain = torch.empty(experts, columns, rows, dtype=dtype)
         for index in range(experts):
-            pairs = torch.stack((data[index] & 15, data[index] >> 4), -1).view(rows, groups, 32)
-            weights = torch.ldexp(values[pairs.int()], exponents[index].int()[..., None] - _BIAS)
-            plain[index] = weights.view(rows, groups * 32).T
+            plain[index] = weight.expert(index).T
         return plain
 
     def fault(self, parts: Mapping[str, Tensor]) -> str | None:
@@ -56,6 +52,6 @@ def read_mxfp4(heads: Mapping[str, Head]) -> list[StoredTensor]:
         experts, rows, groups, _ = head.shape
         scale = f"{name.removesuffix('blocks')}scales"
         expect(scale, part(heads, scale, name), ("U8",), (head.shape[:3],), "an exponent for each group")
-        plain = (experts, groups * 32, rows)
+        plain = (experts, groups * MXFP4_GROUP, rows)
         found.append(StoredTensor(name.removesuffix("_blocks"), plain, Mxfp4(), {"data": name, "scale": scale}))
     return found

@@ -1,0 +1,119 @@
+"""Products with experts that stay MXFP4 equal those with what they stand for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.engines.torch.geometry import ClampedGate
+from bireme.engines.torch.kernels import experts, mxfp4_experts
+from bireme.engines.torch.storage import Mxfp4Weight
+from tests.engines.torch import kernel_references as references
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLAMP = ClampedGate(limit=2.0, alpha=1.702)
+EXPERTS, TOP, SIZE, INNER = 6, 2, 96, 64  # sizes that fill no tile
+close = torch.testing.assert_close
+
+
+@pytest.fixture
+def rng():
+    return torch.Generator(DEVICE).manual_seed(0)
+
+
+@pytest.fixture
+def randn(rng):
+    return lambda *shape: torch.randn(*shape, generator=rng, device=DEVICE)
+
+
+@pytest.fixture
+def weights(rng):
+    """Return gate and up, and down: the first row's exponents are the smallest that there are."""
+
+    def make(rows, columns):
+        draw = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=rng, device=DEVICE)
+        exponents = torch.randint(122, 127, (EXPERTS, rows, columns // 32), generator=rng, device=DEVICE)
+        exponents[:, 0] = 0
+        return Mxfp4Weight(draw.to(torch.uint8), exponents.to(torch.uint8))
+
+    return make(2 * INNER, SIZE), make(SIZE, INNER)
+
+
+def plain(weight):
+    return torch.stack([weight.expert(index) for index in range(len(weight))])
+
+
+@pytest.mark.parametrize("rows", [3, 40, 100])  # a pair a tile, small tiles, large ones
+def test_products_of_pairs_equal_those_of_plain_weights(randn, weights, rows):
+    x, biases = randn(rows, SIZE), (randn(EXPERTS, 2 * INNER), randn(EXPERTS, SIZE))
+    chosen, _ = experts.choose_experts(randn(rows, EXPERTS), TOP, True)
+    tiles, of = experts.group_pairs(chosen, EXPERTS), chosen.view(-1)
+    gated = mxfp4_experts.mxfp4_linear(mxfp4_experts.even_first(x), weights[0], tiles, True, biases[0], CLAMP)
+    expected = references.experts_linear(x, plain(weights[0]), of, True, False, biases[0], CLAMP)
+    close(gated, mxfp4_experts.even_first(expected), atol=1e-4, rtol=1e-4)
+    found = mxfp4_experts.mxfp4_linear(gated, weights[1], tiles, bias=biases[1])
+    close(found, references.experts_linear(expected, plain(weights[1]), of, bias=biases[1]), atol=1e-3, rtol=1e-4)
+
+
+def test_the_experts_of_one_row_equal_plain_ones(randn, weights):
+    x, norm, biases = randn(1, SIZE), randn(SIZE), (randn(EXPERTS, 2 * INNER), randn(EXPERTS, SIZE))
+    chosen, shares = experts.choose_experts(randn(1, EXPERTS), TOP, True)
+    own = (*map(plain, weights), False, *biases, CLAMP)
+    expected = references.add_row_experts(x, norm, 1e-5, chosen, shares, *own)
+    mxfp4_experts.add_row_mxfp4(x, norm, 1e-5, chosen, shares, *weights, *biases, CLAMP)
+    close(x, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_all_values_and_powers_come_out_exact():
+    """Each byte once, in rows of one group, and every exponent but the one that is no number."""
+    values = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 16, 16)
+    one = torch.eye(32, device=DEVICE)
+    for exponent in (0, 1, 100, 127, 128, 250):
+        weight = Mxfp4Weight(values, torch.full((1, 16, 1), exponent, dtype=torch.uint8, device=DEVICE))
+        chosen = torch.zeros(32, 1, dtype=torch.int32, device=DEVICE)
+        found = mxfp4_experts.mxfp4_linear(mxfp4_experts.even_first(one), weight, experts.group_pairs(chosen, 1))
+        assert torch.equal(found.t(), weight.expert(0))
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from bireme.engines.torch.kernels import experts
+from bireme.engines.torch.kernels import mxfp4_experts as kernels
+shape = {"K": 2880, "HAS_BIAS": True, "LIMIT": 7.0, "ALPHA": 1.702, "IS_GPU": True, "CHAINED": True}
+tiles = shape | {"PAIRS": 4, "TILE_K": 64, "IS_GROUPED": True, "IS_GATED": True, "PRECISION": "tf32"}
+row = shape | {"TILE_N": 8, "TILE_K": 512}
+plain = {"K": 2880, "TILE_N": 2, "TILE_K": 2048, "IS_GELU": False, "HAS_BIAS": True, "CHAINED": True}
+plain |= {"LIMIT": 0.0, "ALPHA": 0.0}
+added = {name: value for name, value in row.items() if name not in ("LIMIT", "ALPHA")} | {"TOP": 4}
+for kernel, floats, constants, warps in (
+    (kernels._tiles_kernel, "x bias out", tiles | {"ROWS": 16, "TILE_N": 64}, 4),
+    (kernels._tiles_kernel, "x bias out", tiles | {"ROWS": 64, "TILE_N": 128}, 8),
+    (kernels._gated_row_kernel, "x norm bias out", row, 4),
+    (kernels._add_row_kernel, "inner bias x", added, 4),
+    (experts._gated_row_kernel, "x weight norm bias out", plain, 4),
+    (experts._gated_row_kernel, "x weight norm bias out", plain | {"LIMIT": 7.0}, 4),
+):
+    kinds = dict.fromkeys(floats.split(), "*bf16") | {"values": "*u8", "scales": "*u8", "shares": "*fp32"}
+    kinds |= {"experts": "*i32", "pairs": "*i32", "chosen": "*i32", "num_pairs": "i32", "N": "i32", "eps": "fp32"}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 3})
+    assert ("mul.rn.bf16x2" in made.asm["ptx"]) is ("values" in kernel.arg_names)
+"""
+
+
+def test_the_kernels_are_ones_that_a_gpu_can_run(tmp_path):
+    """The interpreter takes what the compiler refuses; its own assembly runs on a GPU alone."""
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=own | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
