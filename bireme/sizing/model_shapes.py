@@ -169,12 +169,15 @@ def _check_sizes(shape: ModelShape) -> None:
         raise ValueError(f"layer_types has {len(shape.windows)} of {shape.num_layers} layers")
 
 
-def kv_row_bytes(config: Config) -> int:
-    """Return the bytes of one token's keys and values in one layer, in the model's own type. Raises KeyError."""
+def kv_row_bytes(config: Config, value_bytes: int | None = None) -> int:
+    """Return the bytes of one token's keys and values in one layer. Raises KeyError.
+
+    `value_bytes`: of a number; None: as the model's own type has.
+    """
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     heads = config["num_attention_heads"]
     hidden = 0 if config.get("head_dim") or config.get("kv_lora_rank") else config["hidden_size"]
-    return _kv_row(config, hidden, heads)[0] * _DTYPE_BYTES.get(dtype, 2)
+    return _kv_row(config, hidden, heads)[0] * (value_bytes or _DTYPE_BYTES.get(dtype, 2))
 
 
 def windows_of(config: Config) -> list[int]:

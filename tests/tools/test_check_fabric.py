@@ -145,6 +145,7 @@ def test_the_router_s_settings_are_a_line_through_what_was_measured():
 
 def test_a_model_s_bytes_are_read_from_its_config():
     assert model_layout(LLAMA, "llama").bytes_per_token == 4 * 2 * 2 * 64 * 2
+    assert model_layout(LLAMA, "llama", 1).bytes_per_token == 4 * 2 * 2 * 64
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     windows = model_layout({"text_config": LLAMA | {"sliding_window": 100, "layer_types": kinds}}, "gemma")
     assert [(group.window, len(group.row_bytes)) for group in windows.groups] == [(0, 1), (100, 3)]

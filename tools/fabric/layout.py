@@ -22,14 +22,18 @@ def recipe_layout(recipe: Recipe) -> KvLayout:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: can't be read: {error}{_OVERRIDE}") from error
-    return model_layout(config, str(path))
+    cache = recipe.workers["decode"].engine_config.kv_cache_config
+    return model_layout(config, str(path), 1 if cache.dtype == "fp8" else None)
 
 
-def model_layout(config: Mapping[str, Any], name: str) -> KvLayout:
-    """Return what an engine's layout would be, layers of one window a group. Raises ConfigError."""
+def model_layout(config: Mapping[str, Any], name: str, value_bytes: int | None = None) -> KvLayout:
+    """Return what an engine's layout would be, layers of one window a group. Raises ConfigError.
+
+    `value_bytes`: of a key's or value's number; None: as the model's own type has.
+    """
     config = config.get("text_config") or config
     try:
-        row_bytes, windows = kv_row_bytes(config), windows_of(config)
+        row_bytes, windows = kv_row_bytes(config, value_bytes), windows_of(config)
     except KeyError as error:
         raise ConfigError(f"{name}: {error} is not there{_OVERRIDE}") from error
     order = sorted(set(windows), key=lambda window: -window if window else -float("inf"))

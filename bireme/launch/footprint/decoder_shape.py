@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from bireme.engines.torch.geometry import LayerGeometry
+from bireme.engines.torch.geometry import KvScales, LayerGeometry
 from bireme.engines.torch.weights.dtypes import ITEM_BYTES
 from bireme.errors import ConfigError
 from bireme.launch.footprint.config_fields import MOST_LAYERS, ConfigFields, UncountedError
@@ -50,10 +50,11 @@ class DecoderShape:
     has_sinks: bool
     text: ConfigFields
 
-    def geometry(self, dtype: str) -> list[LayerGeometry]:
+    def geometry(self, dtype: str, scales: KvScales | None = None) -> list[LayerGeometry]:
+        """`scales`: KV is kept as 8-bit floats."""
         kept = cast(Any, _Dtype(dtype, ITEM_BYTES[dtype]))
         return [
-            LayerGeometry(heads, key, value, window, kept, ())
+            LayerGeometry(heads, key, value, window, kept, (), scales)
             for (heads, key, value), window in zip(self.key_sizes, self.windows, strict=True)
         ]
 

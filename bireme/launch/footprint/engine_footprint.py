@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from bireme.config import EngineConfig
-from bireme.engines.torch.geometry import EngineLimits, LayerGroup, group_layers
+from bireme.engines.torch.geometry import UNSCALED, EngineLimits, LayerGroup, group_layers
 from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes
 from bireme.engines.torch.weights import architectures, dtypes
-from bireme.engines.torch.weights.limits import narrow_windows, resolve_limits
+from bireme.engines.torch.weights.limits import FP8, narrow_windows, resolve_limits
 from bireme.errors import ConfigError
 from bireme.launch.footprint.config_fields import ConfigFields
 from bireme.launch.footprint.decoder_shape import DecoderShape, Parameters
@@ -39,6 +39,7 @@ class EngineFootprint:
     """Bytes, of the device where nothing else is said. `load`: what a load takes beyond the rest, for a while."""
 
     dtype: str
+    kv_dtype: str
     weights: int
     pool: int  # KV
     step: int  # the largest one
@@ -76,7 +77,9 @@ class EngineSizes:
         dtype = dtypes.choose(config.dtype, shape.text.dtype or self.own_dtype, bool(around.gpu_bytes))
         windows = config.kv_cache_config.max_attention_window
         longest = shape.text.size("max_position_embeddings", "n_positions", default=0, least=0)
-        groups = group_layers(narrow_windows(shape.geometry(dtype), windows, longest))
+        is_fp8 = config.kv_cache_config.dtype == FP8
+        geometry = shape.geometry(dtype, UNSCALED if is_fp8 else None)
+        groups = group_layers(narrow_windows(geometry, windows, longest))
         has_decoder = shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")
         weights, load = self._weights(dtype, has_decoder, limits, around)
         step = _step_bytes(shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
@@ -96,6 +99,7 @@ class EngineSizes:
         pool = sum((count + 1) * size * group.bytes_per_token for count, group in zip(counts, groups, strict=True))
         return EngineFootprint(
             dtype=dtype,
+            kv_dtype=FP8 if is_fp8 else dtype,
             weights=weights,
             pool=pool,
             step=step,

@@ -81,7 +81,8 @@ class LaunchFootprint:
             process = "" if worker.gpu is not None else f", process {ENGINE_PROCESS_BYTES // _MIB:,} MiB"
             yield (
                 f"{head}, each: weights {one.weights // _MIB:,} MiB ({one.dtype}), KV pool {one.pool // _MIB:,} MiB"
-                f" ({one.pool_tokens:,} tokens; {windows}), largest step {one.step // _MIB:,} MiB{process}{load}"
+                f" ({one.pool_tokens:,} tokens in {one.kv_dtype}; {windows}), largest step"
+                f" {one.step // _MIB:,} MiB{process}{load}"
             )
         machine = self.machine
         gpus = f"; GPUs of {', '.join(f'{size // _MIB:,}' for size in machine.gpus)} MiB" * bool(machine.gpus)

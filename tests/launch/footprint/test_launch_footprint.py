@@ -65,6 +65,17 @@ def test_projections_that_are_rounded_to_8_bits_take_a_byte_each_on_a_gpu(recipe
     assert plain - rounded == 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
 
 
+def test_kv_in_8_bits_takes_a_byte_a_value_and_twice_the_tokens_on_a_gpu(recipe):
+    machine = MachineMemory(64 * GIB, gpus=(80 * GIB,))
+    plain, eights = (
+        LaunchFootprint(recipe(engine={"kv_cache_config": {"dtype": dtype}}), machine, 4) for dtype in ("auto", "fp8")
+    )
+    one, other = plain.workers[0].engine, eights.workers[0].engine
+    assert one.bytes_per_token == 2 * other.bytes_per_token == 2 * 2 * 8 * 128 * 32
+    assert other.pool_tokens == pytest.approx(2 * one.pool_tokens, rel=1e-3) and other.weights == one.weights
+    assert "tokens in fp8; 65,536 B/token in all" in next(eights.lines())
+
+
 def test_weights_beyond_all_memory_are_refused_with_what_is_there(recipe):
     (found,) = problems(recipe(), MachineMemory(8 * GIB))
     assert found.is_error and found.key == "workers.decode.engine_config.dtype"
