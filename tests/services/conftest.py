@@ -13,7 +13,7 @@ from tests.contract.stand_in_workers import STAND_IN
 from tests.server.conftest import write_recipe
 from tests.server.openai_served import Served, served
 from tests.services.playground_page import Page
-from tests.services.playground_servers import PORTS, RECIPE, URL, ScriptedFrontend
+from tests.services.playground_servers import DOOR, PORTS, RECIPE, URL, ScriptedFrontend
 from tests.services.slurm_cluster import Cluster, cluster
 from tools.screenshots import browser
 
@@ -36,7 +36,10 @@ def driver() -> Iterator[Any]:
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # What a lone worker's recipe leaves out, and what is off unless asked for
     settings = ["--set=router.mode=kv", "--set=observability.timelines.max_entries=100"]
-    with served(RECIPE, tmp_path_factory.mktemp("services") / "log", *settings, ports=PORTS) as running:
+    folder = tmp_path_factory.mktemp("services")
+    (folder / "key").write_text(DOOR.key)
+    door = [f"--admin-port={DOOR.address.rpartition(':')[2]}", f"--admin-key-file={folder / 'key'}"]
+    with served(RECIPE, folder / "log", *settings, *door, ports=PORTS) as running:
         yield running
 
 

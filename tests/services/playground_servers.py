@@ -19,6 +19,7 @@ import uvicorn
 from bireme.config import Recipe
 from bireme.conversion import convert
 from bireme.launch import free_port
+from bireme.launch.admin_client import DoorClient
 from bireme.metrics import Registry
 from bireme.openai.app import Frontend
 from bireme.openai.text.embedding_model import EmbeddingModel, EmbeddingModels
@@ -31,6 +32,7 @@ LIMIT_S = 60
 RECIPE, TINY_CHAT = "recipes/tiny-chat", "models/tiny-chat"
 PORTS = five_ports()
 URL = f"http://127.0.0.1:{PORTS['openai']}/"
+DOOR = DoorClient(f"http://127.0.0.1:{free_port()}", "the-playground-s-own-operator")
 
 
 def _wait_until_live(url: str) -> None:

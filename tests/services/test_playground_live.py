@@ -3,7 +3,7 @@
 import pytest
 
 from tests.services.playground_page import NARROW, WIDE
-from tests.services.playground_servers import URL
+from tests.services.playground_servers import DOOR, URL
 from tests.services.test_playground_access import violations
 
 
@@ -37,6 +37,25 @@ def test_a_request_is_counted_and_its_way_is_drawn(live):
     live.until(lambda: "requests/s" in live.text(".flows li"))
     assert live.text(".flows .way") == "decode" and live.find(".flow-line").is_displayed()
     live.until(lambda: tile(live, "Requests ended") not in ("– a second", "0 a second"))
+
+
+def plans(page):
+    return [row.text for row in page.all("#live-plans li")]
+
+
+def test_what_a_planner_decides_is_shown_with_its_reason_as_it_comes_the_newest_first(live):
+    assert not live.find("#live-planner").is_displayed()  # nobody plans here
+    DOOR.post("/plan", at=1_000_000.0, result="up", acts=False, text="2.5 requests/s need <b>2</b>+1")
+    live.until(lambda: plans(live))
+    assert live.find("#live-planner").is_displayed() and live.text("#live-planner-title") == "Planner"
+    assert "More workers (advice)" in plans(live)[0] and "2.5 requests/s need <b>2</b>+1" in plans(live)[0]
+    DOOR.post("/plan", at=1_000_060.0, result="hold", acts=True, text="hold: missing: no door answers")
+    live.until(lambda: len(plans(live)) == 2)
+    assert "Held" in plans(live)[0] and "(advice)" not in plans(live)[0]
+    for number in range(10):
+        DOOR.post("/plan", at=1_000_120.0 + number, result="same", acts=True, text=f"as it is, turn {number}")
+    live.until(lambda: "turn 9" in plans(live)[0])
+    assert len(plans(live)) == 8 and violations(live) == []
 
 
 def test_it_watches_only_while_it_is_open(live):
