@@ -12,6 +12,9 @@ most, once the others have drained. `scancel -b -s URG JOB` drains the servers b
 most, and then ends the job; so does the time limit. A plain scancel sends every process SIGTERM at once, and what is
 under way is lost.
 
+--join: several jobs are one deployment. The first has the whole recipe, and each with --stage one worker more, as
+`tools/plan.py --slurm` starts and ends them.
+
 --sweep makes a job array, a task for each combination of values. --run is what each task does once its servers are
 ready, with its results in $BIREME_OUT; then the task ends.
 
@@ -21,8 +24,11 @@ Exit codes: 0; 2 the recipe can't be served so, or an option is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import os
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,10 +40,13 @@ from bireme.config import CHECKOUT, Recipe
 from bireme.errors import ConfigError
 from bireme.launch.override import add_settings
 from bireme.recipe_files import load_recipe
+from bireme.scaling.connector import STAGES
 from tools import serve_nodes
 
 WRONG = 2
-_PORTS_A_SERVER = 10
+PORTS_A_SERVER = 10
+_ADMIN = 5  # of them, its door's
+ADMIN_KEY = "admin.key"
 _DRAIN_S, _END_S = 300, 60
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED")
 
@@ -46,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         script = job(options)
+        if options.join:
+            make_admin_key(options)
         Path(options.out).write_text(script)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -107,7 +118,9 @@ def _word(word: str) -> str:
 
 def alike(recipe: Recipe, options: argparse.Namespace) -> list[Step]:
     """Each server has the whole recipe, on a node of its own."""
-    if options.servers > 1 and not options.network:
+    if options.stage and not options.join:
+        raise ConfigError("--stage: it serves nobody by itself; name --join, the folder of the servers that it joins")
+    if (options.servers > 1 or options.join) and not options.network:
         raise ConfigError(
             "--network: missing; several servers reach each other by gRPC: name the network of the nodes, as in"
             " --network 10.1.0.0/16"
@@ -116,7 +129,10 @@ def alike(recipe: Recipe, options: argparse.Namespace) -> list[Step]:
     for number in range(options.servers):
         place = ["srun", "--exact", "--relative", str(number), "--nodes", "1", "--ntasks", "1", "--kill-on-bad-exit=1"]
         serve = [sys.executable, str(CHECKOUT / "tools" / "serve.py"), recipe.folder, *_shared(options, number)]
-        if options.servers > 1:
+        if options.join:
+            serve += ["--discovery", str(_joined(options) / "discovery"), "--grpc-host", options.network]
+            serve += _only(options.stage)
+        elif options.servers > 1:
             serve += ["--discovery", "$BIREME_SHARED", "--grpc-host", options.network]
         steps.append(Step(f"server-{number}", [*place, *serve, "${SETTINGS[@]}"], number, 1, _ports(options, number)))
     return steps
@@ -148,20 +164,45 @@ def apart(recipe: Recipe, options: argparse.Namespace) -> list[Step]:
 
 def _shared(options: argparse.Namespace, number: int) -> list[str]:
     """Servers have unlike ports, since Slurm may put several on one machine."""
-    names = ("http", "grpc", "metrics", "health", "openai")
+    names = ("http", "grpc", "metrics", "health", *(() if options.stage else ("openai",)))
     ports = [word for at, name in enumerate(names) for word in (f"--{name}-port", str(_port(options, number, at)))]
     hosts = [word for name in ("host", "health-host", "admin-host") for word in (f"--{name}", options.network)]
     door = ["--admin-port", str(_ports(options, number)[1]), "--admin-key-file", "$BIREME_SHARED/admin.key"]
     return [*ports, *(hosts if options.network else []), *door]
 
 
+def _only(stage: str) -> list[str]:
+    """Return what has a server run no more than one worker of a stage; "": all of its recipe."""
+    replicas = [f"workers.{one}.replicas={int(one == stage)}" for one in STAGES]
+    return ["--openai-port", "0", *(word for setting in replicas for word in ("--set", setting))] if stage else []
+
+
+def _joined(options: argparse.Namespace) -> Path:
+    return Path(options.join).resolve()
+
+
+def make_admin_key(options: argparse.Namespace) -> None:
+    """Make the one of all servers that join, where there is none. Raises OSError."""
+    folder = _joined(options)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(folder / ADMIN_KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+
+
+def admin_port(first_port: int) -> int:
+    """Return that of a job's first server."""
+    return first_port + _ADMIN
+
+
 def _ports(options: argparse.Namespace, number: int) -> tuple[int, int]:
     """Return those of health and the admin door."""
-    return _port(options, number, 3), _port(options, number, 5)
+    return _port(options, number, 3), _port(options, number, _ADMIN)
 
 
 def _port(options: argparse.Namespace, number: int, at: int) -> int:
-    return int(options.first_port + _PORTS_A_SERVER * number + at)
+    return int(options.first_port + PORTS_A_SERVER * number + at)
 
 
 def header(options: argparse.Namespace, nodes: int, num_tasks: int) -> list[str]:
@@ -190,14 +231,23 @@ def environment(options: argparse.Namespace, tasks: Sequence[tuple[str, ...]]) -
         'BIREME_SHARED="${BIREME_SHARED:-$HOME/.bireme-jobs}/$SLURM_JOB_ID"',
         'rm -rf "$BIREME_SHARED"  # what a lost node has left',
         'mkdir -p -m 700 "$BIREME_SHARED"',
-        'export BIREME_KEY="${BIREME_KEY:-$(openssl rand -hex 32)}"',
-        '(umask 077 && openssl rand -hex 32 > "$BIREME_SHARED/admin.key")',
+        *_keys(options),
         f"TASKS=({' '.join(settings)})",
         'TASK="${TASKS[${SLURM_ARRAY_TASK_ID:-0}]}"',
         f"SETTINGS=({own})",
         'for setting in $TASK; do SETTINGS+=(--set "$setting"); done',
         'export BIREME_OUT="$SLURM_SUBMIT_DIR/$SLURM_JOB_NAME-${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"',
         f'export BIREME_URL="http://${{NODES[0]}}:{_port(options, 0, 4)}/v1"',
+    ]
+
+
+def _keys(options: argparse.Namespace) -> list[str]:
+    """Of servers that join others the folder of these has both: discovery makes one there."""
+    if options.join:
+        return [f'(umask 077 && cat {shlex.quote(str(_joined(options) / ADMIN_KEY))} > "$BIREME_SHARED/admin.key")']
+    return [
+        'export BIREME_KEY="${BIREME_KEY:-$(openssl rand -hex 32)}"',
+        '(umask 077 && openssl rand -hex 32 > "$BIREME_SHARED/admin.key")',
     ]
 
 
@@ -326,6 +376,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--servers", type=int, default=1, metavar="N", help="with the whole recipe each, on N nodes")
     parser.add_argument("--apart", action="store_true", help="prefill and decode on nodes of their own")
     parser.add_argument("--network", default="", metavar="CIDR", help="of the nodes, where servers listen")
+    parser.add_argument(
+        "--join",
+        default="",
+        metavar="FOLDER",
+        help="that all nodes see: jobs that name it serve together, with one key",
+    )
+    parser.add_argument("--stage", choices=STAGES, default="", help="with --join: one worker of it and no frontend")
     parser.add_argument("--discovery", default="", metavar="ADDRESS", help="with --apart; default: a folder in $HOME")
     parser.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="asked of Slurm, too")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the recipe; may repeat")

@@ -6,7 +6,7 @@
 
 With --advise nothing is changed. Without it workers of the launch that are not needed sleep, and are waked when they
 are: serve it with as many replicas as there may ever be. With --start more launches of one worker each begin and end
-instead, found by discovery. In Kubernetes replicas of Deployments or LeaderWorkerSets
+instead, found by discovery; with --slurm they are jobs. In Kubernetes replicas of Deployments or LeaderWorkerSets
 follow (docs/kubernetes.md).
 
 --settings names a YAML file (docs/sizing.md): the target, bounds, the budget. It may change while the planner runs.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import shlex
 import sys
 import threading
 import time
@@ -50,8 +51,10 @@ from bireme.scaling.planner_file import PlannerFile
 from bireme.scaling.planner_loop import PlannerLoop, Teller
 from bireme.scaling.planner_metrics import PlannerMetrics
 from bireme.scaling.sleeping_workers import SleepingWorkers
+from bireme.scaling.slurm_jobs import SlurmJobs
 from bireme.sizing.step_times import StepTimes, published
 from bireme.stop_signals import on_stop_signal
+from tools import make_sbatch
 
 ENDED, WRONG = 0, 2
 _NOTE_S = 2.0  # for the live view, which may miss one
@@ -114,11 +117,37 @@ def connector_of(options: argparse.Namespace) -> Connector:
         )
     if (door := door_of(options)) is None:
         raise ConfigError("--admin: missing; name the launch's admin door (serve.py --admin-port), or --kubernetes")
-    if not options.start:
+    if not options.start and not options.slurm:
         return SleepingWorkers(door)
     if not options.admin_key_file:
-        raise ConfigError("--admin-key-file: missing; the launches of --start have doors with the same key")
+        raise ConfigError("--admin-key-file: missing; the launches beside it have doors with the same key")
+    if options.slurm:
+        return slurm_jobs(door, options)
     return ExtraLaunches(door, options.start, Path(options.launches), options.admin_key_file, options.first_slot)
+
+
+def slurm_jobs(door: DoorClient, options: argparse.Namespace) -> SlurmJobs:
+    """Raises ConfigError."""
+    words = shlex.split(options.slurm)
+    given = make_sbatch.parse([*words, "--out", "-"])
+    if not given.join or given.stage or given.apart or given.sweep or given.servers != 1:
+        raise ConfigError(
+            "--slurm: name the recipe and --join FOLDER, that of the launch's own job, without --stage, --apart,"
+            " --sweep and --servers: each job has one worker"
+        )
+
+    def first_port(slot: int) -> int:
+        return int(given.first_port) + make_sbatch.PORTS_A_SERVER * (slot + 1)  # the launch's own job has the first ten
+
+    def admin_port(slot: int) -> int:
+        return make_sbatch.admin_port(first_port(slot))
+
+    def script(stage: str, slot: int) -> str:
+        own = ["--stage", stage, "--first-port", str(first_port(slot)), "--out", "-"]
+        return make_sbatch.job(make_sbatch.parse([*words, *own]))
+
+    name = given.name or Path(given.recipe).name
+    return SlurmJobs(door, name, script, admin_port, Path(options.launches), options.first_slot)
 
 
 def _key(path: str) -> str:
@@ -219,8 +248,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="serve.py's with --discovery: launches of one worker each on this host, in place of workers that sleep;"
         " {slot} in it is a number that no other of them has",
     )  # fmt: skip
-    parser.add_argument("--first-slot", type=int, default=0, metavar="N", help="from which {slot} counts")
-    parser.add_argument("--launches", default="launches", metavar="FOLDER", help="of --start: which run, their logs")
+    parser.add_argument(
+        "--slurm", default="", metavar="OPTIONS",
+        help="tools/make_sbatch.py's, with --join: jobs of one worker each beside the launch's own job",
+    )  # fmt: skip
+    parser.add_argument("--first-slot", type=int, default=0, metavar="N", help="from which slots count")
+    parser.add_argument(
+        "--launches", default="launches", metavar="FOLDER", help="of --start: which run; also --slurm: their logs"
+    )
     parser.add_argument(
         "--kubernetes", default="", metavar="NAME[.NAMESPACE]",
         help="what make_manifests.py --apart has written: replicas of its workloads in place of workers that sleep",

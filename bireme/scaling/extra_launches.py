@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,13 +23,12 @@ from bireme.launch import processes
 from bireme.launch.admin_client import DoorClient
 from bireme.launch.ports import free_port
 from bireme.messages import MALFORMED
-from bireme.scaling.connector import STAGES, Sizes, SourcePage, StageSize
-from bireme.scaling.sleeping_workers import door_pages, door_sizes, door_workers
+from bireme.scaling.connector import STAGES
+from bireme.scaling.launches_beside import BesideLaunch, LaunchesBeside
 
 _FILE = "launches.json"
 _PORTS = ("http", "grpc", "metrics", "health")
 SLOT = "{slot}"  # in the command: the least number that no launch of the planner's has
-_READY = ("ready", "degraded")
 
 
 class ExtraLaunch(msgspec.Struct):
@@ -45,17 +44,16 @@ class ExtraLaunch(msgspec.Struct):
         return processes.is_alive(self.pid) and processes.started_at(self.pid) == self.began
 
 
-class ExtraLaunches:
-    """Connector."""
-
+class ExtraLaunches(LaunchesBeside):
     def __init__(self, door: DoorClient, command: str, folder: Path, key_file: str, first_slot: int = 0) -> None:
         """`door`: of the launch that is there anyway, with `key_file`'s key. `command`: serve.py's, with the discovery
         of all. Raises ConfigError.
         """
+        super().__init__(door)
         self._first_slot = first_slot
         if "--discovery" not in command:
             raise ConfigError("--start: name --discovery, by which its launch and the others find each other")
-        self._door, self._command, self._folder, self._key_file = door, command, folder, key_file
+        self._command, self._folder, self._key_file = command, folder, key_file
         self._started: dict[int, subprocess.Popen[bytes]] = {}  # by this planner, which reaps them
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,51 +61,11 @@ class ExtraLaunches:
         except (OSError, *MALFORMED) as error:
             raise ConfigError(f"--launches {folder}: it can't be used ({error})") from error
 
-    def sizes(self) -> Sizes:
-        own = door_sizes(door_workers(self._door))
-        return {stage: _added(own[stage], self._size(stage)) for stage in STAGES}
+    def _address_of(self, launch: BesideLaunch) -> str:
+        assert isinstance(launch, ExtraLaunch)
+        return f"http://127.0.0.1:{launch.admin_port}"
 
-    def pages(self) -> Sequence[SourcePage]:
-        """A launch that starts or ends need not answer."""
-        found = door_pages(self._door)
-        for one in self._alive():
-            try:
-                found += door_pages(self._door_of(one))
-            except BiremeError:
-                if not one.is_ending and self._is_ready(one):
-                    raise
-        return found
-
-    def scale(self, wanted: Mapping[str, int]) -> list[str]:
-        own, done = door_sizes(door_workers(self._door)), list[str]()
-        for stage, count in wanted.items():
-            launches = [one for one in self._alive() if one.stage == stage and not one.is_ending]
-            if count < (least := own[stage].num_workers):
-                raise BiremeError(
-                    f"{stage}: {count} are wanted and the launch itself has {least}; set {stage}.minimum to that"
-                )
-            more = count - least - len(launches)
-            done += [self._start(stage) for _ in range(more)]
-            launches.sort(key=lambda one: (self._is_ready(one), -one.slot))  # those that start end first
-            done += [self._end(one) for one in launches[: max(-more, 0)]]
-        return done
-
-    def _size(self, stage: str) -> StageSize:
-        launches = [one for one in self._alive() if one.stage == stage]
-        ending = sum(one.is_ending for one in launches)
-        ready = sum(self._is_ready(one) for one in launches if not one.is_ending)
-        return StageSize(ready, len(launches) - ending - ready, ending)
-
-    def _is_ready(self, launch: ExtraLaunch) -> bool:
-        try:
-            return self._door_of(launch).status()["status"] in _READY
-        except BiremeError:
-            return False
-
-    def _door_of(self, launch: ExtraLaunch) -> DoorClient:
-        return DoorClient(f"http://127.0.0.1:{launch.admin_port}", self._door.key)
-
-    def _alive(self) -> list[ExtraLaunch]:
+    def _alive(self) -> Sequence[ExtraLaunch]:
         """Forget those that have ended."""
         for process in self._started.values():
             process.poll()
@@ -142,7 +100,8 @@ class ExtraLaunches:
         self._write()
         return f"a launch with a {stage} worker starts ({log})"
 
-    def _end(self, launch: ExtraLaunch) -> str:
+    def _end(self, launch: BesideLaunch) -> str:
+        assert isinstance(launch, ExtraLaunch)
         launch.is_ending = True
         self._write()
         with contextlib.suppress(ProcessLookupError):
@@ -162,9 +121,3 @@ class ExtraLaunches:
             private_files.replace_file(self._folder / _FILE, msgspec.json.encode(self._launches))
         except OSError as error:
             raise BiremeError(f"--launches {self._folder}: it can't be written ({error})") from error
-
-
-def _added(one: StageSize, other: StageSize) -> StageSize:
-    return StageSize(
-        one.num_ready + other.num_ready, one.num_starting + other.num_starting, one.num_ending + other.num_ending
-    )

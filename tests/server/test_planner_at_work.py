@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 
 import pytest
@@ -19,10 +18,11 @@ import pytest
 from bireme.launch import free_port
 from bireme.launch.admin_client import DoorClient
 from tests.server.openai_served import five_ports, served
+from tests.server.steady_load import LIMIT_S, SteadyLoad
 
 pytestmark = pytest.mark.server
 KEY = "the-operator-s-own-key"
-LIMIT_S, INTERVAL_S, BUDGET = 180, 3.0, 4
+INTERVAL_S, BUDGET = 3.0, 4
 # A prompt takes 150 ms: of 2 requests a second one worker can't do all within the target, of 4 two can't.
 MOCKERS = (
     "workers.prefill.engine_config.mocker.prefill_ms=150",
@@ -48,7 +48,7 @@ class Launch:
 
     def begin_anew(self):
         """Forget what another test has seen, or this one at its first try."""
-        self.answers, self._asking, self._number = [], [], 0
+        self.load = SteadyLoad(self.url, "mocker-disagg")
         (self.folder / "decisions.jsonl").unlink(missing_ok=True)
 
     def awake(self):
@@ -71,32 +71,6 @@ class Launch:
             assert self.planner.poll() is None, f"the planner has ended with {self.planner.returncode}:\n{log}"
             assert time.monotonic() < deadline, f"the planner says:\n{log}"
             time.sleep(0.1)
-
-    def load(self, per_s, seconds=0.0, until=lambda: True):
-        """Send so many requests a second, none of which waits for another one's answer, so long and until that."""
-        began = time.monotonic()
-        while (now := time.monotonic()) < began + seconds or not until():
-            assert now < began + LIMIT_S, (self.folder / "plan.log").read_text()
-            self._asking.append(threading.Thread(target=self._ask, args=(self._number,)))
-            self._number += 1
-            self._asking[-1].start()
-            time.sleep(max(1 / per_s - (time.monotonic() - now), 0.0))
-
-    def end(self):
-        for thread in self._asking:
-            thread.join(LIMIT_S)
-        assert self.answers == [8] * self._number  # none failed, none is short
-
-    def _ask(self, number):
-        prompt = [3 + (7 * number + at) % 900 for at in range(100)]  # none begins as another one
-        body = {"model": "mocker-disagg", "prompt": prompt, "max_tokens": 8, "bireme": {"ignore_eos": True}}
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode())
-        request.add_header("content-type", "application/json")
-        try:
-            with urllib.request.urlopen(request, timeout=LIMIT_S) as reply:
-                self.answers.append(json.load(reply)["usage"]["completion_tokens"])
-        except OSError as error:
-            self.answers.append(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +140,10 @@ def test_workers_follow_a_load_that_doubles_halves_and_ends(launch, planner):
     launch.wait_for(lambda: launch.awake() == LEAST)  # of five, as there is no load
     num_before = len(launch.wanted())
     with most_awake(launch) as most:
-        launch.load(2, until=lambda: max(launch.wanted()[num_before:], default=0) > 1)
-        launch.load(4, 12)
-        launch.load(2, 12)
-        launch.end()
+        launch.load.send(2, until=lambda: max(launch.wanted()[num_before:], default=0) > 1)
+        launch.load.send(4, 12)
+        launch.load.send(2, 12)
+        launch.load.end()
         launch.wait_for(lambda: launch.awake() == LEAST and launch.wanted()[-1] == 1)
     planner.send_signal(signal.SIGINT)
     assert planner.wait(LIMIT_S) == 0
@@ -180,18 +154,18 @@ def test_workers_follow_a_load_that_doubles_halves_and_ends(launch, planner):
 
 
 def test_a_planner_that_is_stopped_leaves_the_deployment_as_it_is(launch, planner):
-    launch.wait_for(lambda: launch.awake() == LEAST)
+    launch.wait_for(lambda: launch.decisions() and launch.awake() == LEAST)
     planner.send_signal(signal.SIGTERM)
     assert planner.wait(LIMIT_S) == 0
     assert launch.awake() == LEAST
-    launch.load(4, 1)
-    launch.end()
+    launch.load.send(4, 1)
+    launch.load.end()
 
 
 def test_a_launch_of_which_all_workers_sleep_wakes_for_the_first_request(launch, planner_of):
     none = {"minimum": 0}
     planner_of(prefill=none, decode=none, reversal_s=0)
     launch.wait_for(lambda: not launch.awake())
-    launch.load(1, 1)
-    launch.end()
+    launch.load.send(1, 1)
+    launch.load.end()
     assert launch.awake() == LEAST

@@ -5,6 +5,9 @@ Engines are mockers, and TensorRT-LLM's stand-ins where they span nodes.
 
 import contextlib
 import json
+import shlex
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -12,8 +15,10 @@ import urllib.request
 import psutil
 import pytest
 
+from bireme.config import CHECKOUT
 from bireme.launch import free_port
 from tests.contract import stand_in_workers
+from tests.server.steady_load import SteadyLoad
 from tests.services.slurm_cluster import missing, missing_mpi
 from tools import make_sbatch
 
@@ -169,3 +174,58 @@ def test_prefill_and_decode_over_two_nodes_each_serve_together(slurm, first_port
     wait_for(lambda: slurm.state(job) == "FAILED")
     assert "a server answers no more: decode-1, first node" in log.read_text()
     assert "0 restarts are used up; sbatch it again" in log.read_text()
+
+
+MOCKERS = (
+    "--set=workers.prefill.engine_config.mocker.prefill_ms=150",  # of 4 prompts a second two workers can't do all
+    "--set=workers.decode.engine_config.mocker.step_ms=20",
+)
+PLANNED = {
+    "ttft_ms": 600, "itl_ms": 100, "max_gpus": 4, "interval_s": 5, "start_s": 10, "reversal_s": 0, "down_window_s": 5,
+    "decode": {"maximum": 1},
+}  # fmt: skip
+
+
+def planner_of(slurm, first_port, options):
+    (slurm.folder / "planner.yaml").write_text(json.dumps(PLANNED))
+    command = [
+        *(sys.executable, str(CHECKOUT / "tools" / "plan.py"), f"--admin=http://127.0.0.1:{first_port + 5}"),
+        *(f"--admin-key-file={slurm.folder}/joined/admin.key", f"--settings={slurm.folder}/planner.yaml"),
+        *(
+            "--recipe=recipes/mocker-disagg",
+            *MOCKERS,
+            f"--slurm={shlex.join(options)}",
+            f"--launches={slurm.folder}/planned",
+        ),
+    ]
+    with (slurm.folder / "plan.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=slurm.environment)
+
+
+def planned_jobs(slurm):
+    """Return name -> state of the planner's jobs, but for those that are over."""
+    lines = slurm.ask("squeue", "--noheader", "--format=%j %T").splitlines()
+    return {name: state for name, state in map(str.split, lines) if name.startswith("planned-")}
+
+
+def test_a_planner_starts_jobs_of_one_worker_as_the_load_grows_and_has_them_drain_once_it_is_over(slurm):
+    first_port = next(port for port in iter(free_port, None) if port % 50 == 0)  # of 50 that nobody else has
+    joined = ("--join", str(slurm.folder / "joined"), "--drain", "60", *MOCKERS)
+    base = submitted(slurm, "base", first_port, *joined, recipe="recipes/mocker-disagg")
+    ready(slurm, "base", base)
+    ports = ("--first-port", str(first_port), "--network", "127.0.0.0/8", "--name", "planned")
+    planner = planner_of(slurm, first_port, ["recipes/mocker-disagg", *ports, *joined])
+    load = SteadyLoad(f"http://127.0.0.1:{first_port + 4}", "mocker-disagg")
+    log = slurm.folder / "plan.log"
+    try:
+        load.send(4, until=lambda: "prefill 3" in log.read_text())  # two jobs have come, and serve
+        load.end()
+        wait_for(lambda: not planned_jobs(slurm), f"they do not end: {log}")
+        assert planner.poll() is None, log.read_text()
+    finally:
+        planner.terminate()
+        planner.wait(LIMIT_S)
+    said = [path.read_text() for path in slurm.folder.glob("planned/planned-prefill-*.log")]
+    assert len(said) >= 2 and all("bireme: told to end" in one and "has ended its requests" in one for one in said)
+    assert complete(first_port + 4, model="mocker-disagg") == 1  # the launch itself serves on
+    end(slurm, base)

@@ -46,6 +46,17 @@ def test_prefill_and_decode_over_nodes_are_steps_of_their_own(tmp_path):
     assert "workers.decode.replicas=0" in prefill and "workers.prefill.replicas=0" in decode
 
 
+def test_jobs_that_join_have_discovery_and_admin_key_of_one_folder(tmp_path):
+    joined = (*NETWORK, "--join", str(tmp_path / "joined"))
+    first, second = (written(tmp_path, "recipes/mocker-disagg", *joined, *more) for more in ((), ("--stage", "decode")))
+    assert (tmp_path / "joined" / "admin.key").stat().st_mode & 0o777 == 0o600
+    for script in (first, second):
+        assert f"--discovery {tmp_path}/joined/discovery --grpc-host" in script and "BIREME_KEY=" not in script
+        assert f'cat {tmp_path}/joined/admin.key > "$BIREME_SHARED/admin.key"' in script
+    assert "--openai-port 8004" in first and "replicas" not in first
+    assert "--openai-port 0 --set workers.prefill.replicas=0 --set workers.decode.replicas=1" in second
+
+
 def test_an_engine_over_nodes_has_a_rank_a_gpu(tmp_path):
     script = written(tmp_path, "recipes/deepseek-r1-wide-ep", "--apart", *NETWORK, "--gpus-per-node", "4")
     (step,) = steps(script)
@@ -71,6 +82,8 @@ def test_a_sweep_is_an_array_with_a_task_for_each_combination(tmp_path):
         (("recipes/nowhere",), "recipes/nowhere"),
         (("recipes/mocker", "--servers", "2"), "--network: missing"),
         (("recipes/qwen3-disagg", "--apart"), "--network: missing"),
+        (("recipes/qwen3-disagg", "--join", "/tmp"), "--network: missing"),
+        (("recipes/qwen3-disagg", "--stage", "decode"), "--stage: it serves nobody by itself; name --join"),
         (("recipes/tiny", "--apart", *NETWORK), "its KV goes through the shared memory of one host"),
         (("recipes/mocker", "--time", "soon"), "--time soon: write it as Slurm does"),
         (("recipes/mocker", "--sweep", "limits.max_n"), "--sweep limits.max_n: write KEY=VALUE,VALUE"),
