@@ -54,7 +54,7 @@ with without_compiler():
 say([torch._dynamo is sys.modules["torch._dynamo"], torch._dynamo.disable(len) is len])
 """
 SAY = "import json, sys\ndef say(found): print('found', json.dumps(found))\n"
-LEFT_OUT = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"}
+LEFT_OUT = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "scipy"}
 HAS_TRITON = importlib.util.find_spec("triton") is not None and importlib.util.find_spec("triton.language") is not None
 PARTS = [*([PREPARE] if HAS_TRITON else []), *([LAUNCH] if torch.cuda.is_available() else []), MAP, START, MARK]
 
@@ -85,7 +85,7 @@ without_torchvision = pytest.mark.skipif(
 
 
 @without_torchvision
-def test_a_started_engine_has_imported_neither_compiler_nor_distributed_tensors_nor_symbols(imported):
+def test_a_started_engine_has_imported_neither_compiler_nor_distributed_tensors_nor_solvers(imported):
     assert not LEFT_OUT & imported
 
 

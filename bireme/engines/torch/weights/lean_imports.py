@@ -1,10 +1,11 @@
 """transformers, imported without what the engine never uses: that was a third of the CPU that its start took.
 
 It marks functions for torch.compile and prepares for torch.distributed, each nearly as large as torch itself, and for
-accelerate, and it reads the source of all its models to learn their names, twice. Here it is imported unless somebody
-has done so before; for transformers there is then neither torch.distributed nor accelerate. Where torchvision is
-installed all is as ever: transformers imports it, and it imports parts of the compiler. TensorRT-LLM's processes have
-an older transformers, and import it as it is.
+accelerate, and it reads the source of all its models to learn their names, twice. Its losses, which only training has,
+import most of scipy. Here it is imported unless somebody has done so before; for transformers there is then neither
+torch.distributed nor accelerate, and for its losses no scipy. Where torchvision is installed all is as ever:
+transformers imports it, and it imports parts of the compiler. TensorRT-LLM's processes have an older transformers, and
+import it as it is.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def import_transformers() -> None:
     with (
         _replaced(torch.distributed, "is_available", lambda: False),
         _replaced(transformers.utils, "is_accelerate_available", lambda *version: False),
+        _replaced(transformers.utils, "is_scipy_available", lambda: False),
         _replaced(import_utils, "create_import_structure_from_path", lambda path: read_names(_folder(path))),
         without_compiler(),
     ):
