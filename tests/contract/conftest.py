@@ -67,4 +67,4 @@ def make_engine(
 
     yield make
     for harness in made:
-        harness.engine.stop()
+        harness.close()

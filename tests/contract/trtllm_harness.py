@@ -15,6 +15,7 @@ from bireme.conversion import convert, keys_of
 from bireme.disagg import DisaggregatedParams, seal
 from bireme.engines.base import EngineContext, PlainTokens, StepOutput
 from bireme.engines.child.validate import Gate
+from bireme.engines.trtllm import lifecycle
 from bireme.engines.trtllm.engine import TrtllmEngine
 from bireme.messages import EncodeRequest, EngineRequest, Finish, SamplingParams, TokenLogprobs
 from bireme.metrics import Registry
@@ -140,6 +141,16 @@ class Harness:
         self.steps.append([*told, *deltas])
         for delta in self.steps[-1]:
             self._answers[delta.key[1]].take(delta)
+
+    def close(self) -> None:
+        """Stop the engine. Of one whose process would have ended, threads and LLM are still there, and read and wait as
+        long as the process of the tests lives.
+        """
+        self.engine.stop()
+        if self.exits and self.engine._loaded is not None:
+            self.engine._loaded.iterations.stop()
+            lifecycle.shut_down(self.engine._loaded.llms)
+            self.engine._loop.call_soon_threadsafe(self.engine._end_loop)
 
     def _die(self, code: int) -> None:
         self.exits.append(code)
