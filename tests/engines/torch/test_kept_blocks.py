@@ -105,6 +105,23 @@ def test_tokens_do_not_depend_on_the_rows_beside(tmp_path, kind, architecture):
         assert engine.run(asked()) == alone
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_a_step_in_one_call_is_the_single_operations_to_the_last_bit(tmp_path, monkeypatch, architecture):
+    """A row alone and several, two threads, contexts of more keys than a tile has."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # engines of tests have one
+    prompts = make_prompts(3, 20, 45, 110, 9, seed=2)
+    found = []
+    with Harness(str(models.save(tmp_path, architecture, KINDS[1])), enable_block_reuse=False) as engine:
+        decoder = decoder_of(engine)
+        assert decoder._step is not None
+        for step in (decoder._step, None):
+            decoder._step = step
+            results = [engine.submit(request(prompt, 8 + at, logprobs=0)) for at, prompt in enumerate(prompts)]
+            assert [result.finish.error for result in results] == [""] * len(prompts)
+            found.append([result.logprobs for result in results])
+    assert found[0] == found[1]
+
+
 @kinds
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_chunks_reuse_and_another_engine_s_kv_change_no_token(tmp_path, in_float32, kind, architecture):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bireme.engines.torch import native
 from bireme.engines.torch.forward.attention import Extras, PagedStep, attend_chunk
+from bireme.engines.torch.forward.native_step import NativeStep, StepLayer
 from bireme.engines.torch.forward.quantized_linear import QuantizedLinear, StoredRows, instructions
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.step import GroupStep, TableStep
@@ -76,6 +77,9 @@ class DecoderOps(Protocol):
     def quantized(self, parts: Sequence[StoredRows], bias: Tensor | None) -> QuantizedLinear | None:
         """Return the same of weights that stay as their file has them. Raises ValueError for odd shapes."""
 
+    def step(self, layers: Sequence[StepLayer], eps: float, is_gelu: bool) -> NativeStep | None:
+        """Return a whole step of few rows; None: there is none."""
+
 
 def choose_ops() -> Callable[[list[AttentionLayer]], DecoderOps]:
     """Return what makes a model's operations: those in C++ where they can be compiled."""
@@ -123,6 +127,9 @@ class PlainOps:
         return None
 
     def quantized(self, parts: Sequence[StoredRows], bias: Tensor | None) -> QuantizedLinear | None:
+        return None
+
+    def step(self, layers: Sequence[StepLayer], eps: float, is_gelu: bool) -> NativeStep | None:
         return None
 
 
@@ -211,6 +218,10 @@ class NativeOps:
 
     def quantized(self, parts: Sequence[StoredRows], bias: Tensor | None) -> QuantizedLinear | None:
         return QuantizedLinear(parts, bias, self._library, self._layers[0].keys.dtype, self._threads)
+
+    def step(self, layers: Sequence[StepLayer], eps: float, is_gelu: bool) -> NativeStep | None:
+        attention = [ctypes.addressof(structure) for structure in self._structures]
+        return NativeStep(self._library, layers, attention, eps, is_gelu, self._threads)
 
     def _panels(self, weight: Tensor) -> Tensor:
         padded = F.pad(weight, (0, 0, 0, -len(weight) % (2 * self._num_lanes)))

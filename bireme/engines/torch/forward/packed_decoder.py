@@ -20,10 +20,11 @@ from torch import Tensor
 from bireme.engines.torch.forward.decoder_ops import AttentionLayer, DecoderOps
 from bireme.engines.torch.forward.decoder_weights import DecoderWeights
 from bireme.engines.torch.forward.kept_blocks import KeptBlocks
+from bireme.engines.torch.forward.native_step import MOST_ROWS, NativeStep, StepLayer
 from bireme.engines.torch.forward.packed_linear import Experts, GatedMlp, Linear, make_mlp
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.pools.kv_store import KvStore
-from bireme.engines.torch.step import Batch, KernelGroup
+from bireme.engines.torch.step import Batch, KernelGroup, TableStep
 from bireme.engines.torch.storage import WeightForm, plain
 from bireme.own_process import give_back_memory
 
@@ -86,7 +87,8 @@ class PackedDecoder:
         self._embed: Callable[[Tensor], Tensor] = partial(F.embedding, weight=embeddings)
         self.form = WeightForm.PLAIN  # of most layers' projections
         self._dtype = store.dtype
-        self._norm, self._eps = _float(weights.norm), weights.eps
+        self._norm, self._eps, self._is_gelu = _float(weights.norm), weights.eps, weights.is_gelu
+        self._step: NativeStep | None = None
         self._scale = None if weights.embed_scale == 1 else torch.tensor(weights.embed_scale).to(store.dtype)
         self._head, self._softcap = Linear(weights.head), weights.softcap
         self.has_experts = weights.has_experts
@@ -94,20 +96,27 @@ class PackedDecoder:
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
-        ops, eps, positions = self.ops, self._eps, batch.positions[0]
         x = self._embed(batch.ids[0])
         if self._scale is not None:
             x *= self._scale
+        if self._step is not None and batch.is_decode and len(x) <= MOST_ROWS:
+            self._step(x, batch.positions[0], [group for group in batch.groups if isinstance(group, TableStep)])
+        else:
+            x = self._by_operations(x, batch)
+        if not batch.is_decode:
+            x = x[batch.logits_rows]
+        logits = self._head(self.ops.rms_norm(x, self._norm, self._eps))
+        return logits.div_(self._softcap).tanh_().mul_(self._softcap) if self._softcap else logits
+
+    def _by_operations(self, x: Tensor, batch: Batch) -> Tensor:
+        ops, eps, positions = self.ops, self._eps, batch.positions[0]
         for index, layer in enumerate(self._layers):
             group = batch.groups[layer.group]
             assert not isinstance(group, KernelGroup)
             qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm, eps))
             x = self._add(x, layer.output, ops.attend(index, qkv, positions, group), layer.attention_post_norm)
             x = self._add(x, layer.mlp, ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp_post_norm)
-        if not batch.is_decode:
-            x = x[batch.logits_rows]
-        logits = self._head(ops.rms_norm(x, self._norm, eps))
-        return logits.div_(self._softcap).tanh_().mul_(self._softcap) if self._softcap else logits
+        return x
 
     def _add(self, x: Tensor, part: Linear | GatedMlp | Experts, inner: Tensor, post_norm: Tensor | None) -> Tensor:
         if post_norm is None:
@@ -129,10 +138,21 @@ class PackedDecoder:
         self._head.pack(self.ops, known, blocks.of_head() if blocks is not None else ())
         if blocks is not None:
             self._keep_embeddings(blocks)
+            self._step = self._whole_step(linears)
             self._tell([*chain(*linears), self._head], blocks)
         model.to("meta")
         give_back_memory()  # of the weights as they were loaded
         return "; ".join(sorted(set(filter(None, known.values()))))
+
+    def _whole_step(self, linears: list[list[Linear]]) -> NativeStep | None:
+        layers = []
+        for layer, own in zip(self._layers, linears, strict=True):
+            kept = [linear.kept for linear in own if linear.kept is not None]
+            if len(kept) < len(own) or isinstance(layer.mlp, Experts):
+                return None
+            norms = layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm
+            layers.append(StepLayer(norms, tuple(kept), layer.group))
+        return self.ops.step(layers, self._eps, self._is_gelu)
 
     def _keep_embeddings(self, blocks: KeptBlocks) -> None:
         kept = self._head.kept if blocks.is_tied else None

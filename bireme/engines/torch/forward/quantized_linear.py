@@ -79,6 +79,16 @@ def arrange(rows: StoredRows) -> Panels:
     )
 
 
+class _PartOfWeights(ctypes.Structure):
+    """Of `native/parts.h`."""
+
+    _fields_ = [
+        ("form", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "bias")),
+        *((name, ctypes.c_int64) for name in ("width", "begin")),
+    ]
+
+
 class QuantizedLinear:
     """x (T, in) -> (T, out), of float32 or bfloat16; a row's result does not depend on the rows beside it."""
 
@@ -101,11 +111,15 @@ class QuantizedLinear:
         self._multiply.argtypes = [number, *[pointer] * 6, *[integer] * 4, number]
         self._take_rows.argtypes = [number, *[pointer] * 4, integer, integer]
         size, begin = dtype.itemsize, 0
+        self.dtype = dtype
+        self.parts = (_PartOfWeights * len(self._parts))()  # for a whole step
         self._calls: list[tuple[int, int, int, int, int, int]] = []  # form, codes, scales, bias, width, bytes before
-        for part in self._parts:
+        for to, part in zip(self.parts, self._parts, strict=True):
             own_bias = 0 if bias is None else bias.data_ptr() + begin
             pointers = part.codes.data_ptr(), part.scales.data_ptr()
             self._calls.append((part.form.number, *pointers, own_bias, part.shape[0], begin))
+            to.form, (to.codes, to.scales), to.bias = part.form.number, pointers, own_bias
+            to.width, to.begin = part.shape[0], begin // size
             begin += part.shape[0] * size
 
     @property

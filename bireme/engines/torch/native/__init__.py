@@ -19,7 +19,8 @@ from pathlib import Path
 
 from bireme.engines.torch.native import cpu
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("decoder.cpp", "quantized.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("decoder.cpp", "quantized.cpp", "step.cpp"))
+_HEADER = Path(__file__).with_name("parts.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _COMPILE_S = 300.0  # it takes 7 s of an idle core
 
@@ -41,7 +42,8 @@ def load(sources: tuple[Path, ...] = SOURCES, more_flags: tuple[str, ...] = ()) 
     try:
         compiler, folder = find_compiler(), _folder()
         # With the CPU's flags: several hosts may share a home.
-        made_for = f"{compiler} {flags} {sorted(cpu.flags())}".encode() + b"".join(map(Path.read_bytes, sources))
+        texts = b"".join(map(Path.read_bytes, (*sources, _HEADER)))
+        made_for = f"{compiler} {flags} {sorted(cpu.flags())}".encode() + texts
         path = folder / f"decoder-{hashlib.sha256(made_for).hexdigest()[:16]}.so"
         began, is_new = time.monotonic(), not path.exists()
         if is_new:

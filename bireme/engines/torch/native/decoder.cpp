@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "parts.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -17,6 +19,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+
+using bireme::Layer;
+using bireme::Tokens;
 
 namespace {
 
@@ -133,54 +138,6 @@ inline Floats load_some(const T *at, int64_t count) {
   std::copy(at, at + count, found);
   return load_lanes(found);
 }
-
-template <class T>
-void rms_norm(const T *x, const float *weight, const T *add_to, T *out, int64_t rows, int64_t width, float eps,
-              int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width > kFewElements)
-  for (int64_t row = 0; row < rows; row++) {
-    const T *own = x + row * width;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; i++) sum += load(own + i) * load(own + i);
-    const float scale = 1.0f / std::sqrt(sum / width + eps);
-    T *to = out + row * width;
-    if (add_to == nullptr) {
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) store(to + i, load(own + i) * scale * weight[i]);
-    } else {
-      const T *other = add_to + row * width;
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) store(to + i, load(other + i) + load(own + i) * scale * weight[i]);
-    }
-  }
-}
-
-template <class T>
-void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool is_gelu, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width > kFewElements)
-  for (int64_t row = 0; row < rows; row++) {
-    const T *gates = gate_up + 2 * row * width, *ups = gates + width;
-    T *to = out + row * width, rest[kLanes];
-    // GELU by tanh's approximation: x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
-    const auto compute = [&](Floats x, Floats up) {
-      return x / (1.0f + exponential(is_gelu ? -1.59576912f * (x + 0.044715f * x * x * x) : -x)) * up;
-    };
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) store_lanes(to + i, compute(load_lanes(gates + i), load_lanes(ups + i)));
-    store_lanes(rest, compute(load_some(gates + i, width - i), load_some(ups + i, width - i)));
-    std::copy(rest, rest + width - i, to + i);
-  }
-}
-
-struct Layer {
-  const float *q_norm, *k_norm;  // (K,), or null
-  const float *cos_sin;          // (positions, K): cosines of the K / 2 angles, then their sines
-  const float *sinks;            // (heads,): scores that take a share and bring no value, or null
-  void *keys, *values;           // (pool rows, N K)
-  int64_t heads, kv_heads, size, block_size, window;
-  float eps, scaling, softcap;  // window and softcap: 0, none
-};
 
 // Norm one head and turn it by its position.
 template <class T>
@@ -375,52 +332,126 @@ void attend_to(const float *queries, int64_t group, int64_t head, int64_t heads,
     for (int64_t i = 0; i < size; i++) store(out + g * size + i, sums[g * size + i] / total[g]);
 }
 
-// `drafts`: rows of one sequence see each other, so that all keys and values are stored before any row attends.
+}  // namespace
+
+namespace bireme {
+
 template <class T>
-void attend(T *qkv, const int64_t *positions, const int64_t *rows, int64_t tokens, int64_t decodes, bool drafts,
-            const int64_t *tables, int64_t columns, T *out, const Layer &layer, int threads) {
-  const int64_t size = layer.size, heads = layer.heads, kv_heads = layer.kv_heads, group = heads / kv_heads;
-  const auto keep = [&](int64_t token, int64_t head) {
-    const int64_t position = positions[token], *blocks = tables + rows[token] * columns;
-    const int64_t slot = blocks[position / layer.block_size] * layer.block_size + position % layer.block_size;
-    const int64_t to = (slot * kv_heads + head) * size;
-    T *key = qkv + (token * (heads + 2 * kv_heads) + heads + head) * size, *value = key + kv_heads * size;
-    float turned[size];
-    turn(key, layer.k_norm, layer.cos_sin + position * size, size, layer.eps, turned);
-    for (int64_t i = 0; i < size; i++) store(static_cast<T *>(layer.keys) + to + i, turned[i]);
-    std::copy(value, value + size, static_cast<T *>(layer.values) + to);
-    if (token >= decodes)
-      for (int64_t i = 0; i < size; i++) store(key + i, turned[i]);
-  };
-  if (drafts) {
-#pragma omp parallel for collapse(2) num_threads(threads)
-    for (int64_t token = 0; token < tokens; token++)
-      for (int64_t head = 0; head < kv_heads; head++) keep(token, head);
+void norm_row(const T *x, const float *weight, const T *add_to, T *out, int64_t width, float eps) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < width; i++) sum += load(x + i) * load(x + i);
+  const float scale = 1.0f / std::sqrt(sum / width + eps);
+  if (add_to == nullptr) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) store(out + i, load(x + i) * scale * weight[i]);
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) store(out + i, load(add_to + i) + load(x + i) * scale * weight[i]);
   }
-  // A token's heads together, but for few tokens, whose heads are what keeps the threads busy.
+}
+
+template <class T>
+void gate_row(const T *gate_up, T *out, int64_t width, bool is_gelu) {
+  const T *ups = gate_up + width;
+  T rest[kLanes];
+  // GELU by tanh's approximation: x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
+  const auto compute = [&](Floats x, Floats up) {
+    return x / (1.0f + exponential(is_gelu ? -1.59576912f * (x + 0.044715f * x * x * x) : -x)) * up;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    store_lanes(out + i, compute(load_lanes(gate_up + i), load_lanes(ups + i)));
+  store_lanes(rest, compute(load_some(gate_up + i, width - i), load_some(ups + i, width - i)));
+  std::copy(rest, rest + width - i, out + i);
+}
+
+int64_t heads_together(int64_t tokens, int64_t kv_heads, int threads) {
   int64_t together = kv_heads;
-  while (together % 2 == 0 && tokens * (kv_heads / together) < 2 * threads) together /= 2;
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1) if (tokens * kv_heads > 1)
-  for (int64_t token = 0; token < tokens; token++)
-    for (int64_t head = 0; head < kv_heads; head += together) {
-      const int64_t position = positions[token], *blocks = tables + rows[token] * columns;
-      const float *cos_sin = layer.cos_sin + position * size;
-      float queries[together * group * size];
-      for (int64_t h = 0; h < together; h++) {
-        if (!drafts) keep(token, head + h);
-        T *query = qkv + (token * (heads + 2 * kv_heads) + (head + h) * group) * size;
-        float *turned_queries = queries + h * group * size;
-        for (int64_t g = 0; g < group; g++)
-          turn(query + g * size, layer.q_norm, cos_sin, size, layer.eps, turned_queries + g * size);
-        if (token >= decodes)
-          for (int64_t i = 0; i < group * size; i++) store(query + i, turned_queries[i]);
-      }
-      if (token < decodes) {
-        for (int64_t i = 0; i < together * group * size; i++) queries[i] *= layer.scaling;
-        attend_to(queries, group, head, together, layer, blocks, position + 1,
-                  out + (token * heads + head * group) * size);
-      }
-    }
+  while (together > 1 && tokens * (kv_heads / together) < 2 * threads)
+    do together--;
+    while (kv_heads % together);
+  return together;
+}
+
+template <class T>
+void keep_head(T *qkv, const Tokens &of, int64_t token, int64_t head, const Layer &layer) {
+  const int64_t size = layer.size, heads = layer.heads, kv_heads = layer.kv_heads;
+  const int64_t position = of.positions[token], *blocks = of.tables + of.rows[token] * of.columns;
+  const int64_t slot = blocks[position / layer.block_size] * layer.block_size + position % layer.block_size;
+  const int64_t to = (slot * kv_heads + head) * size;
+  T *key = qkv + (token * (heads + 2 * kv_heads) + heads + head) * size, *value = key + kv_heads * size;
+  float turned[size];
+  turn(key, layer.k_norm, layer.cos_sin + position * size, size, layer.eps, turned);
+  for (int64_t i = 0; i < size; i++) store(static_cast<T *>(layer.keys) + to + i, turned[i]);
+  std::copy(value, value + size, static_cast<T *>(layer.values) + to);
+  if (token >= of.decodes)
+    for (int64_t i = 0; i < size; i++) store(key + i, turned[i]);
+}
+
+template <class T>
+void attend_heads(T *qkv, const Tokens &of, int64_t token, int64_t head, int64_t together, T *out, const Layer &layer) {
+  const int64_t size = layer.size, heads = layer.heads, kv_heads = layer.kv_heads, group = heads / kv_heads;
+  const int64_t position = of.positions[token], *blocks = of.tables + of.rows[token] * of.columns;
+  const float *cos_sin = layer.cos_sin + position * size;
+  float queries[together * group * size];
+  for (int64_t h = 0; h < together; h++) {
+    if (!of.drafts) keep_head(qkv, of, token, head + h, layer);
+    T *query = qkv + (token * (heads + 2 * kv_heads) + (head + h) * group) * size;
+    float *turned_queries = queries + h * group * size;
+    for (int64_t g = 0; g < group; g++)
+      turn(query + g * size, layer.q_norm, cos_sin, size, layer.eps, turned_queries + g * size);
+    if (token >= of.decodes)
+      for (int64_t i = 0; i < group * size; i++) store(query + i, turned_queries[i]);
+  }
+  if (token < of.decodes) {
+    for (int64_t i = 0; i < together * group * size; i++) queries[i] *= layer.scaling;
+    attend_to(queries, group, head, together, layer, blocks, position + 1, out + (token * heads + head * group) * size);
+  }
+}
+
+#define INSTANTIATE(T) \
+  template void norm_row(const T *, const float *, const T *, T *, int64_t, float); \
+  template void gate_row(const T *, T *, int64_t, bool); \
+  template void keep_head(T *, const Tokens &, int64_t, int64_t, const Layer &); \
+  template void attend_heads(T *, const Tokens &, int64_t, int64_t, int64_t, T *, const Layer &);
+
+INSTANTIATE(float)
+INSTANTIATE(uint16_t)
+
+}  // namespace bireme
+
+namespace {
+
+template <class T>
+void rms_norm(const T *x, const float *weight, const T *add_to, T *out, int64_t rows, int64_t width, float eps,
+              int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > kFewElements)
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t at = row * width;
+    bireme::norm_row(x + at, weight, add_to ? add_to + at : nullptr, out + at, width, eps);
+  }
+}
+
+template <class T>
+void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool is_gelu, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > kFewElements)
+  for (int64_t row = 0; row < rows; row++)
+    bireme::gate_row(gate_up + 2 * row * width, out + row * width, width, is_gelu);
+}
+
+template <class T>
+void attend(T *qkv, const Tokens &of, T *out, const Layer &layer, int threads) {
+  if (of.drafts) {
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (int64_t token = 0; token < of.count; token++)
+      for (int64_t head = 0; head < layer.kv_heads; head++) bireme::keep_head(qkv, of, token, head, layer);
+  }
+  const int64_t together = bireme::heads_together(of.count, layer.kv_heads, threads);
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1) if (of.count * layer.kv_heads > 1)
+  for (int64_t token = 0; token < of.count; token++)
+    for (int64_t head = 0; head < layer.kv_heads; head += together)
+      bireme::attend_heads(qkv, of, token, head, together, out, layer);
 }
 
 // Weights of two bytes lie in panels of 2 kLanes outputs: (panels, in, kLanes, 2), so that a vector of 32 bits a lane holds
@@ -625,7 +656,7 @@ extern "C" void multiply_float32(const float *x, const uint16_t *weight, const f
   extern "C" void attend_##NAME(T *qkv, const int64_t *positions, const int64_t *rows, int64_t tokens, \
                                 int64_t decodes, int drafts, const int64_t *tables, int64_t columns, T *out, \
                                 const Layer *layer, int threads) { \
-    attend(qkv, positions, rows, tokens, decodes, drafts, tables, columns, out, *layer, threads); \
+    attend(qkv, {positions, rows, tables, columns, tokens, decodes, drafts}, out, *layer, threads); \
   }
 
 EXPORT(float, float32)

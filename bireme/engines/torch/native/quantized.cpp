@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#include "parts.h"
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define HAS_AVX2
@@ -271,6 +273,27 @@ struct Product {
   int64_t rows, in, width, stride;
 };
 
+// One panel's outputs of `count` rows from `first` on, which are those of `x`.
+template <int F, class T>
+void multiply_panel_of(const Product<T> &of, const Panels &shared, int64_t first, int64_t count, int64_t panel) {
+  const int64_t tiles = (count + kMostRows - 1) / kMostRows;
+  for (int64_t tile = 0; tile < tiles; tile++) {
+    const int64_t row = tile * count / tiles, end = (tile + 1) * count / tiles;
+    float found[kMostRows * kSide];
+    multiply_rows<F>(shared, end - row, row, panel, found);
+    const int64_t at = panel * kSide, wide = std::min(kSide, of.width - at);
+    for (int64_t r = 0; r < end - row; r++) {
+      const int64_t to = (first + row + r) * of.stride + at;
+      float *own = found + r * kSide;
+      if (of.bias)
+        for (int64_t n = 0; n < wide; n++) own[n] += load(of.bias + at + n);
+      if (of.add_to)
+        for (int64_t n = 0; n < wide; n++) own[n] += load(of.add_to + to + n);
+      for (int64_t n = 0; n < wide; n++) store(of.out + to + n, own[n]);
+    }
+  }
+}
+
 template <int F, class T>
 void multiply(const Product<T> &of, int threads) {
   static thread_local Rounded kept;
@@ -280,28 +303,25 @@ void multiply(const Product<T> &of, int threads) {
   const Panels shared{x, of.codes, of.scales, groups};
   const int64_t step = std::clamp(panels / (4 * threads), int64_t{1}, int64_t{32});
   for (int64_t first = 0; first < of.rows; first += kChunk) {
-    const int64_t count = std::min(kChunk, of.rows - first), tiles = (count + kMostRows - 1) / kMostRows;
+    const int64_t count = std::min(kChunk, of.rows - first);
 #pragma omp parallel for num_threads(threads) if (count * of.in > kFewElements)
     for (int64_t group = 0; group < count * groups; group++) x.round(of.x + first * of.in + group * kGroup, group);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (of.in * of.width > kFewElements)
     for (int64_t begin = 0; begin < panels; begin += step)
       for (int64_t panel = begin; panel < std::min(begin + step, panels); panel++)
-        for (int64_t tile = 0; tile < tiles; tile++) {
-          const int64_t row = tile * count / tiles, end = (tile + 1) * count / tiles;
-          float found[kMostRows * kSide];
-          multiply_rows<F>(shared, end - row, row, panel, found);
-          const int64_t at = panel * kSide, wide = std::min(kSide, of.width - at);
-          for (int64_t r = 0; r < end - row; r++) {
-            const int64_t to = (first + row + r) * of.stride + at;
-            float *own = found + r * kSide;
-            if (of.bias)
-              for (int64_t n = 0; n < wide; n++) own[n] += load(of.bias + at + n);
-            if (of.add_to)
-              for (int64_t n = 0; n < wide; n++) own[n] += load(of.add_to + to + n);
-            for (int64_t n = 0; n < wide; n++) store(of.out + to + n, own[n]);
-          }
-        }
+        multiply_panel_of<F>(of, shared, first, count, panel);
   }
+}
+
+template <int F, class T>
+void multiply_own(const Product<T> &of, const Rounded &x, int threads) {
+  const int64_t panels = (of.width + kSide - 1) / kSide;
+  const Panels shared{x, of.codes, of.scales, of.in / kGroup};
+  const int64_t step = std::clamp(panels / (8 * threads), int64_t{1}, int64_t{32});
+#pragma omp for schedule(dynamic, 1) nowait
+  for (int64_t begin = 0; begin < panels; begin += step)
+    for (int64_t panel = begin; panel < std::min(begin + step, panels); panel++)
+      multiply_panel_of<F>(of, shared, 0, of.rows, panel);
 }
 
 template <class T>
@@ -333,6 +353,31 @@ void take_rows(int form, const uint8_t *codes, const uint16_t *scales, const int
 }
 
 }  // namespace
+
+namespace bireme {
+
+template <class T>
+void multiply_share(const Part *parts, int64_t count, const T *x, int64_t rows, int64_t in, const T *add_to, T *out,
+                    int64_t stride, int threads) {
+  static thread_local Rounded rounded;  // each thread has its own: that takes less than to wait for another's
+  rounded.make_room(rows, in);
+  for (int64_t group = 0; group < rows * in / kGroup; group++) rounded.round(x + group * kGroup, group);
+  for (const Part *part = parts; part < parts + count; part++) {
+    const T *more = add_to ? add_to + part->begin : nullptr, *bias = static_cast<const T *>(part->bias);
+    const Product<T> of{x, part->codes, part->scales, bias, more, out + part->begin, rows, in, part->width, stride};
+    switch (part->form) {
+      case kQ4_0: multiply_own<kQ4_0>(of, rounded, threads); break;
+      case kQ4_1: multiply_own<kQ4_1>(of, rounded, threads); break;
+      default: multiply_own<kQ8_0>(of, rounded, threads);
+    }
+  }
+}
+
+template void multiply_share(const Part *, int64_t, const float *, int64_t, int64_t, const float *, float *, int64_t, int);
+template void multiply_share(const Part *, int64_t, const uint16_t *, int64_t, int64_t, const uint16_t *, uint16_t *,
+                             int64_t, int);
+
+}  // namespace bireme
 
 extern "C" const char *quantized_instructions() {
 #if defined(HAS_VNNI)
