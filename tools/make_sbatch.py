@@ -131,7 +131,7 @@ def alike(recipe: Recipe, options: argparse.Namespace) -> list[Step]:
         serve = [sys.executable, str(CHECKOUT / "tools" / "serve.py"), recipe.folder, *_shared(options, number)]
         if options.join:
             serve += ["--discovery", str(_joined(options) / "discovery"), "--grpc-host", options.network]
-            serve += _only(options.stage)
+            serve += _only(options.stage, recipe)
         elif options.servers > 1:
             serve += ["--discovery", "$BIREME_SHARED", "--grpc-host", options.network]
         steps.append(Step(f"server-{number}", [*place, *serve, "${SETTINGS[@]}"], number, 1, _ports(options, number)))
@@ -171,9 +171,9 @@ def _shared(options: argparse.Namespace, number: int) -> list[str]:
     return [*ports, *(hosts if options.network else []), *door]
 
 
-def _only(stage: str) -> list[str]:
+def _only(stage: str, recipe: Recipe) -> list[str]:
     """Return what has a server run no more than one worker of a stage; "": all of its recipe."""
-    replicas = [f"workers.{one}.replicas={int(one == stage)}" for one in STAGES]
+    replicas = [f"workers.{one}.replicas={int(one == stage)}" for one in STAGES if one in recipe.workers]
     return ["--openai-port", "0", *(word for setting in replicas for word in ("--set", setting))] if stage else []
 
 

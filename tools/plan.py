@@ -36,12 +36,13 @@ from bireme.errors import BiremeError, ConfigError
 from bireme.launch.admin_client import DoorClient, add_door_options, door_of
 from bireme.launch.override import add_settings
 from bireme.launch.ports import LOOPBACK, host_in
+from bireme.planner.aggregated import AggregatedPlanner
 from bireme.planner.capacity import PlannedEngine
 from bireme.planner.planner import WorkerPlanner
 from bireme.planner.planner_settings import PlannerSettings
-from bireme.planner.predictors import PredictorName, make_predictor
+from bireme.planner.predictors import Predictor, PredictorName, make_predictor
 from bireme.recipe_files import load_recipe
-from bireme.scaling.connector import STAGES, Connector
+from bireme.scaling.connector import AGGREGATED, STAGES, Connector
 from bireme.scaling.extra_launches import ExtraLaunches
 from bireme.scaling.kubernetes_workloads import KubernetesTarget, KubernetesWorkloads
 from bireme.scaling.observer import LiveObserver
@@ -81,7 +82,7 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
             metrics = PlannerMetrics(host_in(options.metrics_host), options.metrics_port)
             metrics.start()
         connector = connector_of(options)
-        observer = LiveObserver(connector, settings.interval_s)
+        observer = LiveObserver(connector, settings.interval_s, stages=stages_of(options))
         engines = wait_for_engines(observer, times, options.wait, stopping)
         if engines is None:
             return ENDED
@@ -91,7 +92,7 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
         if (door := door_of(options)) is not None:
             notes = dataclasses.replace(door, timeout_s=_NOTE_S)
             tellers.append(lambda record: note_at(notes, record))
-        planner = WorkerPlanner(settings, *engines, predictor)
+        planner = planner_of(settings, engines, predictor)
         loop = PlannerLoop(
             planner, observer, connector, tellers, acts=not options.advise, settings_file=settings_file,
             complain=complain,
@@ -108,8 +109,22 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
     return ENDED
 
 
+def stages_of(options: argparse.Namespace) -> Sequence[str]:
+    return AGGREGATED if options.aggregated else STAGES
+
+
+def planner_of(settings: PlannerSettings, engines: dict[str, PlannedEngine], predictor: Predictor) -> WorkerPlanner:
+    """Raises ConfigError."""
+    if "prefill" not in engines:
+        return AggregatedPlanner(settings, engines["decode"], predictor)
+    return WorkerPlanner(settings, engines["prefill"], engines["decode"], predictor)
+
+
 def connector_of(options: argparse.Namespace) -> Connector:
     """Raises ConfigError."""
+    stages = stages_of(options)
+    if options.kubernetes and options.aggregated:
+        raise ConfigError("--aggregated: --kubernetes scales what make_manifests.py --apart has written, two stages")
     if options.kubernetes:
         name, _, namespace = options.kubernetes.partition(".")
         return KubernetesWorkloads(
@@ -123,7 +138,9 @@ def connector_of(options: argparse.Namespace) -> Connector:
         raise ConfigError("--admin-key-file: missing; the launches beside it have doors with the same key")
     if options.slurm:
         return slurm_jobs(door, options)
-    return ExtraLaunches(door, options.start, Path(options.launches), options.admin_key_file, options.first_slot)
+    return ExtraLaunches(
+        door, options.start, Path(options.launches), options.admin_key_file, options.first_slot, stages
+    )
 
 
 def slurm_jobs(door: DoorClient, options: argparse.Namespace) -> SlurmJobs:
@@ -147,7 +164,7 @@ def slurm_jobs(door: DoorClient, options: argparse.Namespace) -> SlurmJobs:
         return make_sbatch.job(make_sbatch.parse([*words, *own]))
 
     name = given.name or Path(given.recipe).name
-    return SlurmJobs(door, name, script, admin_port, Path(options.launches), options.first_slot)
+    return SlurmJobs(door, name, script, admin_port, Path(options.launches), options.first_slot, stages_of(options))
 
 
 def _key(path: str) -> str:
@@ -162,11 +179,13 @@ def step_times(options: argparse.Namespace, settings: PlannerSettings) -> dict[s
     recipe = load_recipe(options.recipe, add_settings("", options.set)) if options.recipe else None
     found = {}
     for stage, named in (("prefill", options.prefill_times or options.times), ("decode", options.times)):
+        if stage not in stages_of(options):
+            continue
         if named:
             found[stage] = StepTimes.read(named)
         elif recipe is not None and (of_mocker := mocker_times(recipe, stage)) is not None:
             found[stage] = of_mocker
-    if len(found) < len(STAGES) and settings.target != "load":
+    if len(found) < len(stages_of(options)) and settings.target != "load":
         raise ConfigError(
             f"--times: missing; the target {settings.target} sizes by step times: name a file or one of"
             f" {', '.join(published())} (docs/sizing.md), or a --recipe of mockers; target: load needs none"
@@ -184,21 +203,23 @@ def mocker_times(recipe: Recipe, stage: str) -> StepTimes | None:
 
 def wait_for_engines(
     observer: LiveObserver, times: dict[str, StepTimes], limit_s: float, stopping: threading.Event
-) -> tuple[PlannedEngine, PlannedEngine] | None:
-    """Return what each stage's workers are told to be able to; None: `stopping`. Raises ConfigError."""
+) -> dict[str, PlannedEngine] | None:
+    """Return what each stage's workers tell that they can do; None: `stopping`. Raises ConfigError."""
     deadline, told = time.monotonic() + limit_s, ""
     while not stopping.is_set():
         if (doubt := observer.observe().doubt) != told and doubt.startswith("missing"):
             complain(f"waiting: {doubt}")
             told = doubt
         levels = observer.engines()
-        if levels.keys() >= set(STAGES):
-            return engine_of(levels["prefill"], times.get("prefill")), engine_of(levels["decode"], times.get("decode"))
+        if others := observer.unplanned():
+            raise ConfigError(f"--aggregated: this deployment has {', '.join(others)} workers, too; leave it out")
+        if levels.keys() >= set(observer.stages):
+            return {stage: engine_of(levels[stage], times.get(stage)) for stage in observer.stages}
         if time.monotonic() >= deadline:
-            silent = ", ".join(stage for stage in STAGES if stage not in levels)
+            silent = ", ".join(stage for stage in observer.stages if stage not in levels)
             raise ConfigError(
                 f"no {silent} worker has told what it can do in {limit_s:g} s ({doubt}); prefill and decode are sized"
-                " apart, so a recipe with both is needed"
+                " apart; where decode computes prompts as well, say --aggregated"
             )
         stopping.wait(1.0)
     return None
@@ -233,6 +254,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--advise", action="store_true", help="say what should be done, and do nothing")
     parser.add_argument("--settings", default="", metavar="FILE", help="YAML: target, bounds, budget")
+    parser.add_argument(
+        "--aggregated", action="store_true", help="decode's workers compute prompts; there is no prefill"
+    )
     parser.add_argument("--times", default="", metavar="NAME_OR_FILE", help="step times of the engines")
     parser.add_argument("--prefill-times", default="", metavar="NAME_OR_FILE", help="of prefill's, where they differ")
     parser.add_argument("--recipe", default="", metavar="FOLDER", help="whose mockers' step times are known")

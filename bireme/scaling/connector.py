@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 STAGES = ("prefill", "decode")
+AGGREGATED = ("decode",)  # the only stage where its workers compute prompts as well
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,20 @@ class ExtraLaunch(msgspec.Struct):
 
 
 class ExtraLaunches(LaunchesBeside):
-    def __init__(self, door: DoorClient, command: str, folder: Path, key_file: str, first_slot: int = 0) -> None:
+    def __init__(
+        self,
+        door: DoorClient,
+        command: str,
+        folder: Path,
+        key_file: str,
+        first_slot: int = 0,
+        stages: Sequence[str] = STAGES,
+    ) -> None:
         """`door`: of the launch that is there anyway, with `key_file`'s key. `command`: serve.py's, with the discovery
         of all. Raises ConfigError.
         """
         super().__init__(door)
-        self._first_slot = first_slot
+        self._first_slot, self._stages = first_slot, stages
         if "--discovery" not in command:
             raise ConfigError("--start: name --discovery, by which its launch and the others find each other")
         self._command, self._folder, self._key_file = command, folder, key_file
@@ -84,7 +92,7 @@ class ExtraLaunches(LaunchesBeside):
             *(word.replace(SLOT, str(slot)) for word in shlex.split(self._command)),
             *(f"--{name}-port={port}" for name, port in ports.items()),
             *("--openai-port=0", f"--admin-port={admin_port}", f"--admin-key-file={self._key_file}"),
-            *(word for other in STAGES for word in ("--set", f"workers.{other}.replicas={int(other == stage)}")),
+            *(word for other in self._stages for word in ("--set", f"workers.{other}.replicas={int(other == stage)}")),
         ]
         log = self._folder / f"{stage}-{slot}.log"
         try:

@@ -53,8 +53,11 @@ class LiveObserver:
         interval_s: float,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        stages: Sequence[str] = STAGES,
     ) -> None:
+        """`stages`: that there are; without prefill, decode computes prompts."""
         self._connector, self._interval_s, self._now, self._clock = connector, interval_s, now, clock
+        self.stages = stages
         self._last: _Look | None = None
         self.sizes: Sizes | None = None  # of the last look; None: they could not be told
         self.inexact: list[str] = []  # what of the last observation buckets are too wide for
@@ -82,14 +85,20 @@ class LiveObserver:
         last, self._last = self._last, look
         if last is None:
             return self._doubtful(now, "gap: the first look, so nothing is known of an interval")
-        found = replace(_observation(last, look), doubt=self._doubt(last, look))
+        found = replace(_observation(last, look, self.stages), doubt=self._doubt(last, look))
         return found if targets is None or found.doubt else self._with_shares(found, last, look, targets)
 
     def engines(self) -> dict[str, WorkerLevels]:
         """Return what a worker of each stage told at the last look; without those that did not."""
         last = self._last
-        found = {stage: last.workers(stage) for stage in STAGES} if last is not None else {}
+        found = {stage: last.workers(stage) for stage in self.stages} if last is not None else {}
         return {stage: one for stage, workers in found.items() if (one := next(filter(_tells_all, workers), None))}
+
+    def unplanned(self) -> list[str]:
+        """Return stages beyond those that there are, of which the last look has workers, asleep or not."""
+        last = self._last
+        others = [stage for stage in STAGES if stage not in self.stages] if last is not None else []
+        return [stage for stage in others if last and any(one.up is not None for one in last.workers(stage))]
 
     def _with_shares(self, found: Observation, last: _Look, look: _Look, targets: Targets) -> Observation:
         """Where no bucket ends at a target, with what certainly missed it."""
@@ -145,12 +154,13 @@ class LiveObserver:
         )  # fmt: skip
 
 
-def _observation(last: _Look, look: _Look) -> Observation:
+def _observation(last: _Look, look: _Look, stages: Sequence[str]) -> Observation:
     grown = _grown(last, look)
     arrived = grown["ended"] + sum(page.active for page in look.pages.values())
     arrived -= sum(page.active for page in last.pages.values())
     num_requests = max(arrived, grown["num_prompts"], 0.0)  # clients may call decode itself, past all entries
-    computed = max(grown["prompt_tokens"] - grown["cached_tokens"], 0.0)
+    cached = grown["cached_tokens" if "prefill" in stages else "decode_cached_tokens"]
+    computed = max(grown["prompt_tokens"] - cached, 0.0)
     return Observation(
         at_s=look.at_s,
         interval_s=max(look.clock_s - last.clock_s, 1e-3),

@@ -23,6 +23,7 @@ _AT_STAGES = {
     ("decode", "bireme_prompt_tokens_count"): "num_prompts",
     ("decode", "bireme_completion_tokens_sum"): "output_tokens",
     ("prefill", "bireme_cached_prompt_tokens_total"): "cached_tokens",
+    ("decode", "bireme_cached_prompt_tokens_total"): "decode_cached_tokens",  # where it computes prompts itself
 }
 _ACTIVE = {"frontend": "bireme_model_requests_active"}  # of an entry; a pipeline's:
 _STREAMS = "bireme_streams"

@@ -54,6 +54,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             + (f" and {one.ending} ending" if one.ending else "")
             + (f" -> {one.wanted}" if one.wanted != one.ready + one.starting else "")
             for name, one in self.stages.items()
+            if any((one.ready, one.starting, one.ending, one.wanted))
         )
         told = f"{self.result}: {sizes or 'sizes are not known'} of {self.max_gpus} GPUs; {self.reason}"
         told += f"; {'; '.join(self.done)}" if self.done else ""

@@ -41,7 +41,7 @@ class SlurmJob:
 class SlurmJobs(LaunchesBeside):
     def __init__(
         self, door: DoorClient, name: str, script: Script, admin_port_of: Callable[[int], int], folder: Path,
-        first_slot: int = 0,
+        first_slot: int = 0, stages: Sequence[str] = STAGES,
     ) -> None:  # fmt: skip
         """`name`: the beginning of the jobs' names. `admin_port_of`: of a slot's server. `folder`: of the jobs' logs,
         which the nodes see. Raises ConfigError.
@@ -56,7 +56,7 @@ class SlurmJobs(LaunchesBeside):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--launches {folder}: it can't be used ({error})") from error
-        for stage in STAGES:
+        for stage in stages:
             script(stage, first_slot)  # what can't be served is refused now
 
     def _alive(self) -> Sequence[SlurmJob]:

@@ -33,6 +33,20 @@ def test_an_interval_is_the_difference_of_two_looks(played, observer):
     assert observer.observe().num_requests == 0
 
 
+def test_without_prefill_what_decode_found_in_its_cache_is_not_computed(played):
+    played.counts = played.asked = {"prefill": 0, "decode": 2}
+    observer = LiveObserver(played, 60.0, lambda: played.now, lambda: played.clock, ("decode",))
+    played.more = 'bireme_cached_prompt_tokens_total{worker="decode"} 0'
+    observer.observe()
+    played.serve(10)
+    played.more = 'bireme_cached_prompt_tokens_total{worker="decode"} 4000'
+    assert observer.observe().prompt_tokens == 600.0
+    assert observer.engines().keys() == {"decode"} and observer.unplanned() == []
+    played.counts = {"prefill": 1, "decode": 2}
+    observer.observe()
+    assert observer.unplanned() == ["prefill"]
+
+
 def test_requests_under_way_have_come_and_are_counted_once(played, observer):
     played.levels["active"] = 5
     played.serve(10)

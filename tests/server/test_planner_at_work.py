@@ -40,6 +40,8 @@ def settings_words(*settings):
 
 
 class Launch:
+    recipe, mockers, more = "mocker-disagg", MOCKERS, ()
+
     def __init__(self, folder, running, admin):
         self.folder, self.url = folder, running.url
         self.door = DoorClient(f"http://127.0.0.1:{admin}", KEY, timeout_s=LIMIT_S)
@@ -48,7 +50,7 @@ class Launch:
 
     def begin_anew(self):
         """Forget what another test has seen, or this one at its first try."""
-        self.load = SteadyLoad(self.url, "mocker-disagg")
+        self.load = SteadyLoad(self.url, self.recipe)
         (self.folder / "decisions.jsonl").unlink(missing_ok=True)
 
     def awake(self):
@@ -61,8 +63,9 @@ class Launch:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wanted(self):
-        """Return prefill's workers, decision by decision; a hold without sizes has none."""
-        return [one["stages"]["prefill"]["wanted"] for one in self.decisions() if one["stages"]]
+        """Return how many are to compute prompts, decision by decision; a hold without sizes has none."""
+        stage = "prefill" if "disagg" in self.recipe else "decode"
+        return [one["stages"][stage]["wanted"] for one in self.decisions() if one["stages"]]
 
     def wait_for(self, condition):
         deadline = time.monotonic() + LIMIT_S
@@ -108,7 +111,7 @@ def planner(planner_of):
 def _started(launch):
     command = [
         *(sys.executable, "tools/plan.py", f"--admin={launch.door.address}", f"--admin-key-file={launch.folder}/key"),
-        *("--recipe=recipes/mocker-disagg", *settings_words(*MOCKERS)),
+        *(f"--recipe=recipes/{launch.recipe}", *settings_words(*launch.mockers), *launch.more),
         *(f"--settings={launch.folder}/planner.yaml", f"--log={launch.folder}/decisions.jsonl"),
     ]
     with (launch.folder / "plan.log").open("wb") as log:
