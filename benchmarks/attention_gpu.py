@@ -2,7 +2,8 @@
 
 Both read the same pools of random keys and values in blocks of 32 tokens, layer after layer so that the cache is cold,
 in one CUDA graph each. Ours also turns heads to their positions and writes the step's new rows, which FlashInfer leaves
-to other kernels. `floor`: the bytes of keys and values over the rate at which the GPU reads in the same run.
+to other kernels. `floor`: the bytes of keys and values over the rate at which the GPU reads in the same run. `fp8`:
+ours over pools of 8-bit floats (E4M3), whose floor is half of that, and how far it is off ours over the same values.
 
     python benchmarks/attention_gpu.py            # 8B shape, contexts of 1,000 tokens, two minutes with FlashInfer
     python benchmarks/attention_gpu.py --quick    # also without a GPU, in Triton's interpreter, to see that it runs
@@ -19,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from bireme.engines.torch.kernels import decode_attention as ours
 SIZE = 32  # tokens a block
 REPEATS = 10
 AIM = 1.0  # FlashInfer's time over ours
+FP8_AIM = {128: 0.6}  # over ours, of rows
 
 
 def main() -> None:
@@ -45,11 +48,16 @@ def main() -> None:
     rate = stream_rate(device, options.quick)
     has_other = device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None
     print(f"{options.heads}/{options.kv_heads} heads of {options.size}, {options.context} tokens; us a layer")
-    print(f"{'rows':>5} {'bireme':>10} {'flashinfer':>10} {'floor':>10} {'differ':>10}")
+    print(f"{'rows':>5} {'bireme':>10} {'flashinfer':>10} {'floor':>10} {'differ':>10} {'fp8':>10} {'differ':>10}")
     rows = [measure(count, options, device, rate, has_other) for count in options.batch]
     print(
         json.dumps({"benchmark": "attention_gpu", "torch": torch.__version__, "options": vars(options), "rows": rows})
     )
+    for row in rows if device.type == "cuda" else ():
+        if (most := FP8_AIM.get(row["rows"])) is not None:
+            share = row["fp8_us"] / row["us"]
+            word = "ok" if share <= most else "ABOVE"
+            print(f"aim: 8-bit floats at batch {row['rows']} {share:.2f} of ours, {most:.2f} asked for: {word}")
     for row in rows if has_other else ():
         gain = row["flashinfer_us"] / row["us"]
         word = "ok" if gain >= AIM else "BELOW"
@@ -82,9 +90,14 @@ def measure(count: int, options: argparse.Namespace, device: torch.device, rate:
         row["flashinfer_us"] = time_us(other, options.layers, device)
         found, expected = step.ours(0).float(), other(0).flatten(1).float()
         row["differ"] = float((found - expected).norm() / expected.norm())
+    kept = step.in_fp8()
+    row["fp8_us"] = time_us(kept.ours, options.layers, device)
+    found, expected = kept.ours(0).float(), kept.in_dtype(dtype).ours(0).float()
+    row["fp8_differ"] = float((found - expected).norm() / expected.norm())
     shown = (row.get(name) for name in ("us", "flashinfer_us", "floor_us"))
     figures = " ".join(f"{'-' if figure is None else format(figure, '.1f'):>10}" for figure in shown)
-    print(f"{count:5} {figures} {format(row['differ'], '.1e') if has_other else '-':>10}", flush=True)
+    eights = f"{row['fp8_us']:10.1f} {row['fp8_differ']:10.1e}"
+    print(f"{count:5} {figures} {format(row['differ'], '.1e') if has_other else '-':>10} {eights}", flush=True)
     return {name: round(figure, 5) for name, figure in row.items()}
 
 
@@ -108,6 +121,15 @@ class Step:
         cut = ours.cut_into_parts(slots, positions, ours.num_parts(count, kv_heads), most, 0, tile)
         self._parts = torch.from_numpy(cut).to(device)
         self._scratch = ours.Scratch.make(count, heads, kv_heads, size, device)
+
+    def in_fp8(self) -> Step:
+        """Return the same step over pools of 8-bit floats."""
+        return self.in_dtype(torch.float8_e4m3fn)
+
+    def in_dtype(self, dtype: torch.dtype) -> Step:
+        made = copy(self)
+        made._pools = [tuple(pool.to(dtype) for pool in pools) for pools in self._pools]
+        return made
 
     def ours(self, layer: int) -> Tensor:
         options, (keys, values) = self._options, self._pools[layer]
