@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import msgspec
 import numpy as np
@@ -296,3 +298,64 @@ def test_a_cpu_refuses_it_by_name_before_the_weights_are_read(path):
         ConfigError, match="kv_cache_config.dtype: 'fp8' on engine torch: a CPU, or a GPU without triton"
     ):
         Harness(path, **ENGINE)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 33])
+def test_bfloat16_attends_to_what_is_kept_on_a_gpu(randn, rows):
+    """As products of a model's own shape do: decodes by their kernel, prompts by torch's flash attention."""
+    heads, num_kv, size, blocks = 32, 8, 128, 40
+    kept = [to_fp8(randn(rows * blocks * 32, num_kv * size), scale) for scale in (SCALES.keys, SCALES.values)]
+    whole = whole_of(kept)
+    positions = np.arange(1100, 1100 + rows, dtype=np.int32)
+    slots, table = (
+        np.arange(rows, dtype=np.int32),
+        torch.randperm(rows * blocks, device=DEVICE).view(rows, blocks).int(),
+    )
+    qkv = randn(rows, (heads + 2 * num_kv) * size).bfloat16()
+    how = Rotary(torch.cat([torch.ones(64), torch.zeros(64)]).repeat(2000, 1).to(DEVICE), 1e-6)
+    tile, most = decode_attention.tile_of(qkv.dtype, size), decode_attention.most_parts(num_kv)
+    parts = decode_attention.cut_into_parts(slots, positions, decode_attention.num_parts(rows, num_kv), most, 0, tile)
+    scratch = decode_attention.Scratch.make(rows, heads, num_kv, size, torch.device(DEVICE))
+    told = torch.from_numpy(parts).to(DEVICE)
+    given = (told, table, *kept, scratch, 32, heads, size**-0.5)
+    found = decode_attention.decode_attention(qkv, how, *given, scales=SCALES)
+    whole = whole_of(kept)  # with the rows' own
+    lengths = torch.from_numpy(positions + 1).to(DEVICE)
+    query = qkv.view(rows, -1, size)[:, :heads]
+    expected = references.paged_decode(query.float(), *whole, table, lengths, 32, num_kv, size**-0.5).flatten(1)
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.01
+    seen = torch.randperm(len(kept[0]), device=DEVICE)[:600]
+    begins = [torch.tensor([0, count], dtype=torch.int32, device=DEVICE) for count in (rows, 600)]
+    chunks = PackedChunks(0, rows, seen, *begins, rows, 600, is_fresh=False)
+    own = query[:, :num_kv].contiguous()
+    found = FlashAttention(True).attend(chunks, query, own, own, *kept, 0, Extras(size**-0.5), SCALES)
+    expected = references.packed_prefill(query.float(), *whole, seen, *begins, rows, num_kv, size**-0.5)
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.01
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from bireme.engines.torch.kernels.decode_attention import _attention_kernel as kernel
+
+types = dict.fromkeys(("keys", "values"), "*fp8e4nv") | dict.fromkeys(("table_stride", "window"), "i32")
+types |= dict.fromkeys(("qkv", "q_norm", "k_norm", "out", "sinks"), "*bf16")
+types |= dict.fromkeys(("parts", "table", "counters"), "*i32")
+types |= dict.fromkeys(("cos_sin", "partial", "weights"), "*fp32")
+constants = {"H": 8, "N": 2, "K": 64, "PAD_K": 64, "TILE": 64, "BLOCK_SIZE": 32, "PAD_G": 16, "MOST_PARTS": 16}
+constants |= {"PAD_HEADS": 4, "AT_ONCE": 1, "PRECISION": "tf32", "IS_GPU": True, "CHAINED": True}
+constants |= dict.fromkeys(("HAS_NORM", "HAS_SOFTCAP", "HAS_SINKS"), False)
+names = [parameter.name for parameter in kernel.params]
+signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
+source = ASTSource(kernel, signature=signature, constexprs=constants)
+compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+"""
+
+
+def test_the_kernel_of_decode_steps_is_one_that_a_gpu_can_run(tmp_path):
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=own | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
