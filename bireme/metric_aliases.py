@@ -116,6 +116,10 @@ _VLLM = (
     Alias("vllm:prefix_cache_hits_total", "Prompt tokens found.", ("bireme_cached_prompt_tokens_total",)),
     Alias("vllm:prompt_tokens_total", "Prompt tokens taken in.", ("bireme_prompt_tokens_total",)),
     Alias("vllm:generation_tokens_total", "Tokens generated.", ("bireme_generated_tokens_total",)),
+    Alias("vllm:spec_decode_num_draft_tokens_total", "Tokens of drafts, verified.", ("bireme_draft_tokens_total",)),
+    Alias(
+        "vllm:spec_decode_num_accepted_tokens_total", "Of these, accepted.", ("bireme_accepted_draft_tokens_total",)
+    ),
     Alias("vllm:num_preemptions_total", "Requests preempted.", ("bireme_preemptions_total",)),
     Alias(
         "vllm:request_success_total", "Requests ended.", (_ENDED,), renamed="finished_reason", values=_of_vllm

@@ -1,0 +1,216 @@
+"""Drafts of n-grams on a CPU: SmolLM2-135M-Instruct with and without, in turns, on text and on what copies its prompt.
+
+One engine answers each set of prompts with drafts and without, greedy, in this order and the other. Told are tokens a
+step, tokens/s by the clock and by CPU, and how often drafts were right. The answers must be the same.
+
+    python benchmarks/speculation_cpu.py                    # minutes; fetches the model on first use
+    python benchmarks/speculation_cpu.py --dtype float32 --batch 4
+    python benchmarks/speculation_cpu.py --quick            # to see that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bireme.engines.stub.environment import OPENMP  # noqa: E402
+
+os.environ |= OPENMP  # before torch, as an engine process has it
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from bireme.config import EngineConfig, KvCacheConfig, Limits  # noqa: E402
+from bireme.engines.base import EngineContext  # noqa: E402
+from bireme.engines.child.validate import Gate  # noqa: E402
+from bireme.engines.torch.loading import LoadedEngine  # noqa: E402
+from bireme.gguf.folder import model_folder  # noqa: E402
+from bireme.messages import EngineRequest, SamplingParams  # noqa: E402
+from bireme.metrics import Registry  # noqa: E402
+from bireme.settings import SpeculativeConfig  # noqa: E402
+from tools.real_model import chat_model  # noqa: E402
+
+AIM_TOKENS, AIM_SPEED = 2.5, 0.97  # tokens a step where an answer copies; speed with drafts over without, anywhere
+PASSAGES = (
+    "The town library opened in 1911 in a brick building beside the river. Its first librarian, Anna Keller, bought"
+    " four hundred books from a ship's captain who was moving inland, and lent them out for a penny a week. During the"
+    " flood of 1924 the readers carried every book to the upper floor, and not one of them was lost.",
+    "def total_price(items, tax_rate):\n    total = 0\n    for item in items:\n        price = item['price']\n"
+    "        quantity = item['quantity']\n        total = total + price * quantity\n    tax = total * tax_rate\n"
+    "    return total + tax\n\n\ndef print_receipt(items, tax_rate):\n    for item in items:\n"
+    "        print(item['name'], item['price'], item['quantity'])\n    print('Total:', total_price(items, tax_rate))",
+    "Dear Ms. Alvarez, thank you for your order of twelve oak chairs. The chairs left our workshop on Tuesday and will"
+    " reach your restaurant in Lisbon within nine working days. If a chair arrives damaged, please send us a photograph"
+    " and we will replace the chair at no cost. We enclose the invoice and wish you a busy season.",
+)
+COPIES = [f"Repeat this text exactly, word for word, and write nothing else:\n\n{passage}" for passage in PASSAGES]
+TEXTS = [
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "Explain how a bicycle stays upright when it moves.",
+    "What are the main differences between a frog and a toad?",
+    "Give me a recipe for a vegetable soup, step by step.",
+]
+
+SETS = {"copy": COPIES, "text": TEXTS}
+
+
+class Run:
+    """What one pass over a set of prompts took and made."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+        self.num_steps = self.num_tokens = self.drafted = self.accepted = 0
+        self.wall_s = self.cpu_s = 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a GGUF file or a model folder; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--dtype", default="bfloat16", help="auto: a GGUF file's blocks as they are")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--batch", type=int, default=1, help="requests at once")
+    parser.add_argument("--tokens", type=int, default=120, help="of an answer, at the most")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--draft", type=int, default=8, help="max_draft_len")
+    parser.add_argument("--ngram", type=int, default=3, help="max_matching_ngram_size")
+    parser.add_argument("--newest", action="store_true", help="is_use_oldest: false")
+    parser.add_argument("--sets", nargs="+", choices=tuple(SETS), default=list(SETS))
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.tokens = 1, 24
+    torch.set_num_threads(options.threads)
+    loaded, tokenizer = load(options)
+    rows = [
+        measure(loaded, tokenizer, name, prompts, options) for name, prompts in SETS.items() if name in options.sets
+    ]
+    for row in rows:
+        if row["name"] == "copy":
+            told, is_reached = f"{row['tokens_a_step']:.2f}", row["tokens_a_step"] >= AIM_TOKENS
+            print(f"aim: copy: tokens a step {told}, {AIM_TOKENS:g} asked for: {word(is_reached)}")
+        print(f"aim: {row['name']}: the same tokens as without: {word(row['same'])}")
+        gain = row["speed"]
+        print(f"aim: {row['name']}: {gain:.2f} x the speed without, {AIM_SPEED:g} asked for: {word(gain >= AIM_SPEED)}")
+    print(json.dumps({"benchmark": "speculation_cpu", "options": vars(options), "rows": rows}, default=str))
+
+
+def load(options: argparse.Namespace) -> tuple[LoadedEngine, Any]:
+    from transformers import AutoTokenizer
+
+    path = options.model or chat_model()
+    drafts = SpeculativeConfig(
+        decoding_type="NGram",
+        max_draft_len=options.draft,
+        max_matching_ngram_size=options.ngram,
+        is_use_oldest=not options.newest,
+    )
+    config = EngineConfig(
+        dtype=options.dtype,
+        max_batch_size=max(8, options.batch),
+        max_seq_len=1024,
+        speculative_config=drafts,
+        kv_cache_config=KvCacheConfig(max_tokens=1024 * max(8, options.batch), enable_block_reuse=False),
+    )
+    folder = model_folder(path)
+    context = EngineContext("decode", "decode", str(folder), config, Registry("decode"), num_threads=options.threads)
+    return LoadedEngine(context, lambda action: action()), AutoTokenizer.from_pretrained(folder)
+
+
+def measure(loaded: LoadedEngine, tokenizer: Any, name: str, prompts: list[str], options: Any) -> dict[str, Any]:
+    ids = [ids_of(tokenizer, prompt) for prompt in prompts]
+    answer_all(loaded, ids, options, False)  # what the first steps prepare counts for neither
+    runs: dict[bool, list[Run]] = {True: [], False: []}
+    for number in range(options.rounds):
+        for has_drafts in (True, False) if number % 2 else (False, True):
+            runs[has_drafts].append(answer_all(loaded, ids, options, has_drafts))
+    are_same = len({str(run.tokens) for kind in runs.values() for run in kind}) == 1
+    last = runs[True][-1]
+    rates = {has: [run.num_tokens / run.wall_s for run in kind] for has, kind in runs.items()}
+    cpu = {has: statistics.median(run.num_tokens / run.cpu_s for run in kind) for has, kind in runs.items()}
+    row = {
+        "name": name,
+        "tokens_a_step": statistics.median(run.num_tokens / run.num_steps for run in runs[True]),
+        "tokens_per_s": statistics.median(rates[True]),
+        "without_per_s": statistics.median(rates[False]),
+        "speed": statistics.median(first / second for first, second in zip(rates[True], rates[False], strict=True)),
+        "speed_by_cpu": cpu[True] / cpu[False],
+        "accepted": last.accepted / max(1, last.drafted),
+        "drafted": last.drafted,
+        "same": are_same,
+    }
+    print(
+        f"{name}: {row['tokens_a_step']:.2f} tokens a step, {row['tokens_per_s']:.1f} tokens/s with drafts and"
+        f" {row['without_per_s']:.1f} without: {row['speed']:.2f} x by the clock, {row['speed_by_cpu']:.2f} x by CPU;"
+        f" {row['accepted']:.0%} of {last.drafted} drafted tokens right; load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"  {tokenizer.decode(last.tokens[0])[:160]!r}")
+    return row
+
+
+def ids_of(tokenizer: Any, prompt: str) -> list[int]:
+    made = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+    )
+    return list(made["input_ids"])
+
+
+def answer_all(loaded: LoadedEngine, prompts: Sequence[list[int]], options: Any, has_drafts: bool) -> Run:
+    """Answer so many at once; decode steps alone are counted."""
+    core, gate, run = loaded.core, Gate("decode", loaded.capacity, Limits(), b""), Run()
+    core._parts.speculation.is_on = has_drafts
+    for begin in range(0, len(prompts), options.batch):
+        some = prompts[begin : begin + options.batch]
+        answers: dict[tuple[int, int], list[int]] = {}
+        for number, ids in enumerate(some):
+            asked = EngineRequest(
+                prompt=np.array(ids, "<i4").tobytes(), sampling=SamplingParams(max_tokens=options.tokens)
+            )
+            answers[1, number + 1] = []
+            core.requests.add(loaded.admission.admit((1, number + 1), gate.admit(asked)))
+        while any(
+            sequence.num_pending > 1 or not sequence.first_token_at for sequence in core.requests.running.values()
+        ):
+            core.step()
+            take(core, answers, Run())
+        wall, cpu = time.perf_counter(), time.process_time()
+        while core.requests.running:
+            core.step()
+            run.num_tokens += take(core, answers, run)
+            run.num_steps += 1
+        run.wall_s += time.perf_counter() - wall
+        run.cpu_s += time.process_time() - cpu
+        run.tokens += answers.values()
+    return run
+
+
+def take(core: Any, answers: dict[tuple[int, int], list[int]], run: Run) -> int:
+    outputs, plain = core.take_outputs()
+    count = len(plain.keys)
+    for key, token in zip(plain.keys, plain.tokens, strict=True):
+        answers[key].append(token)
+    for output in outputs:
+        answers[output.key] += output.tokens
+        count += len(output.tokens)
+        if output.finish is not None:
+            assert not output.finish.error, output.finish.error
+            run.drafted += output.finish.usage.drafted_tokens
+            run.accepted += output.finish.usage.accepted_tokens
+    return count
+
+
+def word(is_reached: bool) -> str:
+    return "ok" if is_reached else "MISSED"
+
+
+if __name__ == "__main__":
+    main()
