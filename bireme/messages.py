@@ -108,6 +108,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     disaggregated_params: bytes | None = None  # signed, see disagg.py; generation_only needs it
     options: ServingOptions = NO_OPTIONS
     timeout_ms: int = 0  # from now; 0: none
+    prediction: bytes = b""  # int32 little endian: what the answer may hold; a drafter looks here, too
     multimodal: bytes | None = None  # multimodal/wire.py: JSON
     dp_rank: int | None = None  # attention data parallelism: the rank that must take it; None: the engine chooses
     was_in_stall: bool = False  # its engine stalled, perhaps for its sake: it begins alone (engines/child/trials.py)

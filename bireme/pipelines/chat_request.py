@@ -46,7 +46,6 @@ REFUSED = {
     "functions": "not served (deprecated by OpenAI); send tools",
     "function_call": "not served (deprecated by OpenAI); send tool_choice",
     "audio": "this server makes no audio; remove it",
-    "prediction": "predicted outputs are not served; remove it",
     "web_search_options": "there is no web search here; remove it",
     "prompt_cache_options": "not served; prompts are cached as long as there is room",
     "prompt_cache_retention": "not served; prompts are cached as long as there is room",
@@ -132,6 +131,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False  # vLLM's; load generators send it and read the last chunk's usage
 
 
+class PredictedOutput(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class SamplingBody(TopLevelNames, kw_only=True, forbid_unknown_fields=True):
     """The common JSON of all that generate text."""
 
@@ -170,6 +174,7 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    prediction: PredictedOutput | None = None
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     modalities: list[Literal["text"]] | None = None
@@ -200,6 +205,7 @@ class ChatRequest:
     annotations: tuple[Annotation, ...] = ()  # of a stream
     extra_fields: tuple[ExtraField, ...] = ()  # of the answer's nvext
     return_token_ids: bool = False
+    prediction: str = ""  # text that the answer may hold
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -241,7 +247,23 @@ def check_chat(body: ChatBody, recipe: Recipe) -> ChatRequest:
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         service_tier=shown_tier(body.service_tier),
         return_token_ids=bool(body.return_token_ids),
+        prediction=_predicted(body.prediction, recipe),
     )
+
+
+def _predicted(prediction: PredictedOutput | None, recipe: Recipe) -> str:
+    if prediction is None:
+        return ""
+    parts = prediction.content
+    if not isinstance(parts, str):
+        for at, part in enumerate(parts):
+            if part.type != "text" or part.text is None:
+                raise RequestError(f"prediction.content[{at}].type: {part.type}; send parts of type text")
+        parts = "".join(part.text or "" for part in parts)
+    size, limit = len(parts.encode()), recipe.limits.max_prompt_bytes
+    if size > limit:
+        raise RequestError(f"prediction: {size} bytes; limits.max_prompt_bytes is {limit}; shorten it")
+    return parts
 
 
 def _format(form: ResponseFormat | None) -> ChatFormat | None:

@@ -5,12 +5,14 @@ render and encode -> parser and guide -> n sequences side by side -> the answer'
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from bireme.errors import RequestError
 from bireme.messages import SamplingParams
@@ -61,7 +63,16 @@ class ChatService:
         """Return when the answer is complete. Raises the error that ended it otherwise. `ids`: if they are told."""
         async with self._prepared(request, arrived_at, trace) as (prompt, pictures):
             on_prompt(len(prompt.ids))
-            return await self._generate(request, prompt, pictures, answer, arrived_at, ids, trace)
+            predicted = await self._predicted(request.prediction)
+            return await self._generate(request, prompt, pictures, answer, arrived_at, ids, trace, predicted)
+
+    async def _predicted(self, text: str) -> bytes:
+        """Return what the answer may hold as ids, as far as an answer can be long."""
+        if not text:
+            return b""
+        capacity = self.services.capacity()
+        ids = await asyncio.to_thread(self.tokenizer.encode_plain, text)
+        return np.array(ids[: capacity.max_seq_len if capacity else None], "<i4").tobytes()
 
     async def placement(self, request: ChatRequest, arrived_at: float, on_prompt: OnPrompt = _ignore) -> bytes:
         """Return where the request would run now, as JSON; nothing but its pictures is computed."""
@@ -107,10 +118,11 @@ class ChatService:
         arrived_at: float,
         ids: TokenIds | None,
         trace: RequestTrace | None,
+        predicted: bytes,
     ) -> list[SequenceRunner]:
         parsing = ParserRequest(request.functions, prompt.end)
         sequence_requests = self._sequence_requests(
-            request, prompt, self._params(request, parsing), pictures, arrived_at, trace
+            request, prompt, self._params(request, parsing), pictures, arrived_at, trace, predicted
         )
         choices = [self._choice(index, request, parsing, answer) for index in range(len(sequence_requests))]
         outputs: list[Output] = [choice.add for choice in choices]
@@ -161,6 +173,7 @@ class ChatService:
         pictures: RequestPictures | None,
         arrived_at: float,
         trace: RequestTrace | None = None,
+        predicted: bytes = b"",
     ) -> list[SequenceRequest]:
         deadline = self.services.deadline(arrived_at)
         return [
@@ -169,6 +182,7 @@ class ChatService:
                 sampling=single,
                 options=request.options,
                 deadline=deadline,
+                prediction=predicted,
                 pictures=pictures,
                 trace=trace,
             )

@@ -75,6 +75,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams  # n is 1, a seed is drawn
     options: ServingOptions = NO_OPTIONS
     deadline: float = 0.0  # time.monotonic(); 0: none
+    prediction: bytes = b""  # EngineRequest's
     pictures: RequestPictures | None = None  # of a prompt that has room for them
     trace: RequestTrace | None = None  # None: nobody traces it
 
@@ -419,6 +420,7 @@ class SequenceRunner:
             num_resumed=len(resumed),
             options=own.options,
             timeout_ms=timeout_ms,
+            prediction=own.prediction,
             was_in_stall=self._was_in_stall,
         )
 
@@ -523,7 +525,7 @@ class _Lease:
     def __init__(self, services: Services, worker: str, request: EngineRequest) -> None:
         self._services, self.worker, self.state = services, worker, _KvState.PENDING
         self._request_id = secrets.token_hex(16)  # nobody else can abort it
-        request = msgspec.structs.replace(request, request_type="context_only")
+        request = msgspec.structs.replace(request, request_type="context_only", prediction=b"")
         self.call = asyncio.ensure_future(services.workers.prefill(worker, request, self._request_id))
         self.call.add_done_callback(_notice)
 

@@ -60,6 +60,7 @@ class Gate:
             known = ", ".join(self.capacity.lora_names) or "none, leave it out"
             raise RequestError(f"lora_name: no adapter {options.lora_name[:100]!r}; this worker has {known}")
         pictures = self._open_pictures(request, ids[: len(ids) - request.num_resumed])
+        self._check_prediction(request.prediction)
         check_sampling(request.sampling, self.capacity.vocab_size, self.limits)
         sampling = self._resolve_lengths(request, len(ids) - request.num_resumed)
         self._check_type(request)
@@ -121,6 +122,19 @@ class Gate:
                 f" ids of this model are 0 to {self.capacity.vocab_size - 1}"
             )
         return ids
+
+    def _check_prediction(self, prediction: bytes) -> None:
+        """Its ids go through the model as drafts."""
+        if not prediction:
+            return
+        if len(prediction) % 4:
+            raise RequestError(f"prediction: {len(prediction)} bytes; int32 ids take a multiple of 4")
+        ids, most = np.frombuffer(prediction, "<u4"), self.capacity.max_seq_len
+        if len(ids) > most:
+            raise RequestError(f"prediction: {len(ids)} tokens; no answer has more than max_seq_len, {most}; cut it")
+        if ids.max() >= self.capacity.vocab_size:
+            wrong, last = int(ids.view("<i4")[int(ids.argmax())]), self.capacity.vocab_size - 1
+            raise RequestError(f"prediction: token id {wrong}; ids of this model are 0 to {last}")
 
     def _check_length(self, num_prompt: int, num_own: int) -> None:
         context = self.capacity.max_seq_len

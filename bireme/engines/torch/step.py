@@ -86,20 +86,28 @@ class Drafting:
     kind: int = 0  # of the last draft that was verified
     found: float = 1.0  # share of the last looks for a draft that found one
     trials: dict[int, tuple[float, float]] = field(default_factory=dict)  # kind -> accepted and tried, the last most
-    known: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # its tokens, with room for more
+    # As `learn` returns them, with room for more.
+    known: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     num_known: int = 0
+    num_predicted: int = 0  # of these
+
+    @classmethod
+    def with_prediction(cls, prediction: bytes) -> Drafting:
+        """`prediction`: EngineRequest's."""
+        ids = np.frombuffer(prediction, "<i4").astype(np.int32)
+        return cls(known=ids, num_known=len(ids), num_predicted=len(ids))
 
     def looked(self, has_found: bool) -> None:
         self.found += (has_found - self.found) / 8
 
     def learn(self, tokens: list[int]) -> TokenIds:
-        """Take over what is new of the sequence's tokens, which only grow; return all, (tokens,)."""
-        count = len(tokens)
+        """Take over what is new of the sequence's tokens, which only grow; return prediction and tokens, (both,)."""
+        count, first = self.num_predicted + len(tokens), self.num_known - self.num_predicted
         if count > len(self.known):
             grown = np.empty(max(256, 2 * count), dtype=np.int32)
             grown[: self.num_known] = self.known[: self.num_known]
             self.known = grown
-        self.known[self.num_known : count] = tokens[self.num_known :]
+        self.known[self.num_known : count] = tokens[first:]
         self.num_known = count
         return self.known[:count]
 

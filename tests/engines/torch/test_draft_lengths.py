@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from bireme.engines.torch.scheduling.speculation.lengths import MeasuredLengths
@@ -18,8 +19,10 @@ class Sequence(SimpleNamespace):
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
-    def __init__(self, tokens=()):
-        super().__init__(tokens=list(tokens), computed=100, num_output=10, drafting=Drafting())
+    def __init__(self, tokens=(), predicted=()):
+        prediction = np.array(predicted, "<i4").tobytes()
+        drafting = Drafting.with_prediction(prediction)
+        super().__init__(tokens=list(tokens), computed=100, num_output=10, drafting=drafting)
 
 
 def draft(tokens, most=4, size=3, is_oldest=True):
@@ -53,6 +56,13 @@ def test_what_has_come_since_the_last_look_is_found():
     assert not drafter.propose({one: 2})
     one.tokens += [4, *range(100, 900), 2, 3]
     assert drafter.propose({one: 2})[one].tokens == [4, 100]
+
+
+def test_a_predicted_output_is_looked_up_first_and_its_drafts_are_of_a_kind_of_their_own():
+    drafter, one = NgramDrafter(2, True), Sequence([1, 2, 3, 7, 1], predicted=[9, 1, 5, 6, 2])
+    assert drafter.propose({one: 3})[one] == Draft([5, 6, 2], 1 + 3)
+    one.tokens += [2, 8, 1, 2]
+    assert drafter.propose({one: 1})[one] == Draft([3], 2)  # two tokens match, and stand in the prompt alone
 
 
 def learned(a_row_ms):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 
 import msgspec
+import numpy as np
 import pytest
 
 from bireme.engines.torch.forward import decoder_weights
+from bireme.errors import RequestError
 from bireme.logits.registry import register, unregister
 from bireme.messages import ProcessorCall
 from tests.engines.torch.host_resident import HostResident
@@ -125,6 +127,18 @@ def test_ngrams_of_a_text_that_repeats_are_accepted_and_told(engine, tiny):
         assert counted["bireme_draft_tokens_total"] == usage.drafted_tokens
         assert counted["bireme_accepted_draft_tokens_total"] == usage.accepted_tokens
         assert counted["bireme_generated_tokens_total"] == 200
+
+
+def test_a_predicted_output_is_drafted_and_changes_no_token(engine):
+    first = without_drafts(engine, [request(PROMPTS[3])])[0].tokens
+    edited = np.array([*first[:20], 5, 6, *first[22:]], "<i4").tobytes()
+    with Harness(engine.engine._context.model_path, speculative_config=NGRAM) as fresh:
+        result = fresh.submit(request(PROMPTS[3], prediction=edited))
+        assert result.finish.error or result.tokens == first
+        assert result.finish.usage.accepted_tokens > 20
+        for wrong, text in ((b"abc", "3 bytes"), (np.array([1 << 20], "<i4").tobytes(), "token id 1048576")):
+            with pytest.raises(RequestError, match=f"prediction: {text}"):
+                fresh.submit(request(PROMPTS[3], prediction=wrong))
 
 
 def test_preempted_and_drafted_requests_say_the_same(tiny):

@@ -259,3 +259,21 @@ async def test_a_canary_is_counted_apart_from_load(frontend, post, key, monkeypa
     requests = {"bireme_requests_total", "bireme_http_requests_total", "bireme_routed_total"}
     assert counted & requests == (requests if key == "cd" * 32 else set())
     assert ("bireme_canaries_total" in counted) == (key == "ab" * 32)
+
+
+@pytest.mark.parametrize(
+    "content", ["to be edited", [{"type": "text", "text": "to be "}, {"type": "text", "text": "edited"}]]
+)
+async def test_a_predicted_output_reaches_the_engine_as_tokens(frontend, content):
+    bench = await frontend()
+    request = await engine_request(bench, "chat", prediction={"type": "content", "content": content})
+    told = memoryview(request.prediction).cast("i").tolist()
+    assert bytes(told) == b"to be edited"
+    assert (await engine_request(bench, "chat")).prediction == b""
+
+
+async def test_a_prediction_of_other_parts_is_refused(frontend):
+    content = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    reply = await (await frontend()).chat(prediction={"type": "content", "content": content}).end()
+    assert reply.status == 400
+    assert "prediction.content[0].type: image_url; send parts of type text" in reply.json()["error"]["message"]

@@ -1,7 +1,8 @@
-"""Drafts of a sequence's own tokens: what followed the same few tokens before.
+"""Drafts of a sequence's own tokens, and of the output that its request predicts: what followed the same few before.
 
 TensorRT-LLM's `NGram` with a pool of each request's own: the longest match of the last tokens counts, up to
 `max_matching_ngram_size`, and of several the oldest or the newest. What an answer copies or edits comes back this way.
+A predicted output stands before all other tokens, so it is the oldest.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from bireme.engines.torch.step import Draft, Drafting, Sequence, TokenIds
 
 class NgramDrafter:
     def __init__(self, max_matching_ngram_size: int, is_use_oldest: bool) -> None:
-        self.num_kinds = max_matching_ngram_size + 1  # by the tokens that matched
+        # By the tokens that matched, of the sequence or of what its request predicts.
+        self.num_kinds = 2 * (max_matching_ngram_size + 1)
         self._most, self._is_oldest = max_matching_ngram_size, is_use_oldest
 
     def propose(self, most: Mapping[Sequence, int]) -> dict[Sequence, Draft]:
         found = {}
         for sequence, count in most.items():
             if sequence.drafting is None:
-                sequence.drafting = Drafting()
+                sequence.drafting = Drafting.with_prediction(sequence.request.prediction)
             known = sequence.drafting.learn(sequence.tokens)
             matched, at = self._match(known)
             if matched:
-                found[sequence] = Draft(_from(known, at, count), matched)
+                is_predicted = at <= sequence.drafting.num_predicted
+                kind = matched + is_predicted * (self._most + 1)
+                found[sequence] = Draft(_from(known, at, count), kind)
         return found
 
     def _match(self, known: TokenIds) -> tuple[int, int]:

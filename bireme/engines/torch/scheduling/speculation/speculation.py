@@ -117,7 +117,7 @@ def open_speculation(
 
 def drafting_of(sequence: Sequence) -> Drafting:
     if sequence.drafting is None:
-        sequence.drafting = Drafting()
+        sequence.drafting = Drafting.with_prediction(sequence.request.prediction)
     return sequence.drafting
 
 
