@@ -11,7 +11,7 @@ from bireme.launch import free_port, processes
 from bireme.launch.console import Console
 from bireme.launch.deployment import Deployment
 from bireme.launch.run_folder import RunFolder
-from tests.kv.transfer.kv_side import needs_nixl
+from tests.kv.transfer.needs import needs_nixl
 from tests.listening import family, tcp_listeners, unix_listeners
 from tools import serve
 

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from tests.kv.transfer.kv_side import Child, needs_nixl
+from tests.kv.transfer.kv_side import Child
+from tests.kv.transfer.needs import needs_nixl
 from tests.services.two_hosts import Cable, needs_namespaces
 
 pytestmark = [needs_nixl, needs_namespaces]

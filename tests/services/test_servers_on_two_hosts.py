@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.kv.transfer.kv_side import needs_nixl
+from tests.kv.transfer.needs import needs_nixl
 from tests.server.picture_questions import answers_of_transformers, held_out
 from tests.services.served_hosts import Hosts, wait_until
 from tests.services.two_hosts import Cable, needs_namespaces

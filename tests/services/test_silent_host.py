@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.kv.transfer.kv_side import needs_nixl
+from tests.kv.transfer.needs import needs_nixl
 from tests.services.served_hosts import LIMIT_S, NIXL, Server, wait_until
 from tests.services.two_hosts import Cable, needs_namespaces
 

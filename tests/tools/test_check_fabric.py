@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from bireme.errors import ConfigError
-from tests.kv.transfer.kv_side import needs_nixl
+from tests.kv.transfer.needs import needs_nixl
 from tools import check_fabric
 from tools.fabric import ends, link
 from tools.fabric.break_even import Curve, break_even

@@ -17,7 +17,8 @@ from bireme.kv.transfer.host_pool import HostPool
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.metrics import Registry
 from tests.engines.torch.torch_harness import MIXED, Harness, make_prompts, request
-from tests.kv.transfer.kv_side import backend_of, needs_cuda, needs_nixl
+from tests.kv.transfer.kv_side import backend_of
+from tests.kv.transfer.needs import needs_cuda, needs_nixl
 
 PROMPTS = make_prompts(*MIXED)
 

@@ -23,7 +23,7 @@ from tests.engines.torch import picture_models
 from tests.engines.torch.picture_deployment import Deployment, png
 from tests.engines.torch.picture_models import PLACEHOLDER, WORDS, PictureModel, cases, pixels
 from tests.engines.torch.torch_harness import Harness, request
-from tests.kv.transfer.kv_side import needs_nixl
+from tests.kv.transfer.needs import needs_nixl
 
 MODES = ("agg", "ep-d", "e-p-d")
 

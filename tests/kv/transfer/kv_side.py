@@ -6,7 +6,6 @@ As a program it reads one JSON call a line and answers each with one line: `Chil
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from bireme.config import CHECKOUT, CacheTransceiverConfig
 from bireme.disagg import DisaggregatedParams
@@ -31,16 +29,12 @@ from bireme.kv.transfer.base import Find, GroupLayout, KvLayout
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.mapped import MappedBackend
 from bireme.kv.transfer.memory import HostMemory, MemoryKind, TokenRows
-from bireme.kv.transfer.nixl import MODULES, NixlBackend
+from bireme.kv.transfer.nixl import NixlBackend
 from bireme.kv.transfer.shm import ShmBackend
 from bireme.kv.transfer.shm_file import SHM_DIR, file_prefix
 from bireme.kv.wire.curve import needs_curve
 from bireme.metrics import Registry
 
-needs_nixl = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in MODULES), reason="nixl-cu12 is not installed"
-)
-needs_cuda = pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no GPU")
 LAYOUT = KvLayout("tiny", "float32", (GroupLayout(0, (64, 64)), GroupLayout(16, (32,))))
 DEPLOYMENT_KEY = b"k" * 32
 NIXL = ("nixl", "staged", "vram", "staged_vram")

@@ -32,18 +32,8 @@ from bireme.kv.transfer.importer import FetchState
 from bireme.kv.transfer.leased import LeasedTransfer
 from bireme.kv.transfer.memory import HostMemory, TokenRows
 from bireme.kv.transfer.shm import ShmBackend
-from tests.kv.transfer.kv_side import (
-    LAYOUT,
-    Fetching,
-    Side,
-    SlowMemory,
-    all_files_of,
-    files_of,
-    memory_of,
-    needs_cuda,
-    needs_nixl,
-    wait_until,
-)
+from tests.kv.transfer.kv_side import LAYOUT, Fetching, Side, SlowMemory, all_files_of, files_of, memory_of, wait_until
+from tests.kv.transfer.needs import needs_cuda, needs_nixl
 from tests.listening import tcp_listeners
 
 on_all = pytest.mark.parametrize(

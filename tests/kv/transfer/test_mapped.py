@@ -23,7 +23,8 @@ from bireme.kv.transfer.memory import HostMemory, MemoryKind
 from bireme.kv.transfer.process import Process
 from bireme.kv.transfer.shm import ShmBackend
 from bireme.metrics import Registry
-from tests.kv.transfer.kv_side import LAYOUT, needs_cuda, wait_until
+from tests.kv.transfer.kv_side import LAYOUT, wait_until
+from tests.kv.transfer.needs import needs_cuda
 from tests.kv.transfer.shared_pools import NUM_ROWS, FilePool
 
 on_cuda_too = pytest.mark.parametrize("backend", ["cuda_ipc", "mapped", pytest.param("cuda", marks=needs_cuda)])

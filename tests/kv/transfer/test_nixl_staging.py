@@ -10,7 +10,8 @@ from bireme.errors import ConfigError
 from bireme.kv.transfer import gpu_direct
 from bireme.kv.transfer.nixl import NixlBackend
 from bireme.kv.transfer.staging import NUM_SLOTS, SendRing
-from tests.kv.transfer.kv_side import LAYOUT, memory_of, needs_nixl
+from tests.kv.transfer.kv_side import LAYOUT, memory_of
+from tests.kv.transfer.needs import needs_nixl
 from tests.kv.transfer.shared_pools import SharedPool, StagedPool
 
 

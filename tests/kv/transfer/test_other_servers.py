@@ -14,7 +14,8 @@ from bireme.errors import KvTransferError, NotFoundError
 from bireme.kv.transfer import importer, wire
 from bireme.kv.transfer.process import SILENCE_S, FarProcess
 from bireme.kv.wire.curve import curve_keys
-from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, all_files_of, needs_nixl, wait_until
+from tests.kv.transfer.kv_side import DEPLOYMENT_KEY, Side, all_files_of, wait_until
+from tests.kv.transfer.needs import needs_nixl
 
 
 def has_ipv6():
