@@ -21,6 +21,7 @@ from bireme.multimodal.model_config import picture_model_of
 
 OPENAI = "openai"
 Probe = Callable[[CanaryPrompt], CanaryResult]
+_FEW_TOKENS = 2  # a prompt that costs no more than a decode step
 _AGAIN_S = 1.0  # after a failure, so that readiness returns soon
 _VIDEO_INTERVAL_S = 60.0  # a frame costs a GPU more than two tokens
 _MAX_SILENCES = 3  # canaries in a row without an answer or any progress: the stub hangs
@@ -155,12 +156,12 @@ class Canaries:
         return canary.probe_embedding(self._http, name, prompt, self._settings.timeout_s)
 
     def _make_prompt(self) -> CanaryPrompt | None:
-        """A block of KV and a token more; None: the tokenizer can't now."""
-        config = self._recipe.workers["decode"].engine_config.kv_cache_config
+        """A block of KV and a token more where it moves, else a few tokens; None: the tokenizer can't now."""
+        config, num_tokens = self._recipe.workers["decode"].engine_config.kv_cache_config, _FEW_TOKENS
+        if "prefill" in self._recipe.workers:
+            num_tokens = config.tokens_per_block + 1
         try:
-            self._prompt = canary.make_prompt(
-                self._http, "tokenizer", config.tokens_per_block + 1, self._settings.timeout_s, self._key
-            )
+            self._prompt = canary.make_prompt(self._http, "tokenizer", num_tokens, self._settings.timeout_s, self._key)
         except BiremeError as error:
             self._console.event("canary_prompt_failed", "warning", error=error)
         return self._prompt

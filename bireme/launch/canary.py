@@ -21,7 +21,7 @@ from bireme.launch.doors import connect
 from bireme.launch.peer import NotOursError, check_ours
 
 _TEXT = "The oars of the upper bank and those of the lower move as one. "
-_MAX_REPEATS = 64
+_MAX_WORDS = 1024
 _NUM_TOKENS = 2  # prefill makes the first; the second needs the KV where decode is
 _PICTURE_SIDE = 56  # pixels: two patches or more for every vision tower
 _BUSY = "overloaded"  # the frontend's code of a full queue, busy workers and too many connections
@@ -72,9 +72,10 @@ class CanaryPrompt:
 
 
 def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: float, key: str = "") -> CanaryPrompt:
-    """Return `num_tokens`; the text may have more. Raises BiremeError."""
-    text = _TEXT
+    """Return `num_tokens`; the text may have up to twice as many. Raises BiremeError."""
+    words, count = re.findall(r"\S+ ", _TEXT), 1
     while True:
+        text = "".join(words[at % len(words)] for at in range(count))
         answer = _ask(http_address, f"/v2/models/{tokenizer}/generate", {"text_input": text}, timeout_s)
         if not answer.result.is_ok:
             raise UnavailableError(f"{tokenizer}: {answer.result.error}")
@@ -82,9 +83,9 @@ def make_prompt(http_address: str, tokenizer: str, num_tokens: int, timeout_s: f
         ids: list[Any] = found if isinstance(found, list) else [found]
         if not all(isinstance(token, int) for token in ids):
             raise BiremeError(f"{tokenizer}: it answered {str(found)[:80]} instead of token ids")
-        if len(ids) >= num_tokens or len(text) >= _MAX_REPEATS * len(_TEXT):
+        if len(ids) >= num_tokens or count >= _MAX_WORDS:
             return CanaryPrompt(text, tuple(ids[:num_tokens]), key)
-        text *= 2
+        count *= 2
 
 
 def probe_decode(http_address: str, model: str, prompt: CanaryPrompt, timeout_s: float) -> CanaryResult:

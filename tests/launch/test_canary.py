@@ -84,8 +84,16 @@ def test_the_prompt_is_plain_text_as_the_model_s_tokenizer_sees_it(server):
 def test_a_short_prompt_is_said_again_until_it_fills_a_block(server):
     address, deployment = server
     canary.make_prompt(address, "tokenizer", 33, 5.0)
-    lengths = [len(body["text_input"]) for body in deployment.called("tokenizer")]
+    lengths = [len(body["text_input"].split()) for body in deployment.called("tokenizer")]
     assert len(lengths) > 1 and lengths[1] == 2 * lengths[0]
+
+
+@pytest.mark.parametrize(("workers", "expected"), [({"decode": 1}, 2), ({"prefill": 1, "decode": 1}, 33)])
+def test_a_prompt_has_more_than_a_block_where_kv_moves_and_else_a_few_tokens(server, workers, expected):
+    address, deployment = server
+    deployment.answers["tokenizer"] = {"input_ids": list(range(700, 740))}
+    make_canaries(address, **workers).turn()
+    assert len(deployment.called("decode" if len(workers) == 1 else "prefill")[0]["input_ids"]) == expected
 
 
 def test_a_tokenizer_that_fails_is_told(server):
