@@ -83,7 +83,8 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
             metrics.start()
         connector = connector_of(options)
         observer = LiveObserver(connector, settings.interval_s, stages=stages_of(options))
-        engines = wait_for_engines(observer, times, options.wait, stopping)
+        awaken = None if options.advise else connector
+        engines = wait_for_engines(observer, times, options.wait, stopping, awaken, settings)
         if engines is None:
             return ENDED
         tellers: list[Teller] = [tell, *([log.write] if log is not None else [])]
@@ -202,9 +203,17 @@ def mocker_times(recipe: Recipe, stage: str) -> StepTimes | None:
 
 
 def wait_for_engines(
-    observer: LiveObserver, times: dict[str, StepTimes], limit_s: float, stopping: threading.Event
+    observer: LiveObserver,
+    times: dict[str, StepTimes],
+    limit_s: float,
+    stopping: threading.Event,
+    awaken: Connector | None,
+    settings: PlannerSettings,
 ) -> dict[str, PlannedEngine] | None:
-    """Return what each stage's workers tell that they can do; None: `stopping`. Raises ConfigError."""
+    """Return what each stage's workers tell that they can do; None: `stopping`. Raises ConfigError.
+
+    `awaken`: by which one worker of each stage starts where there is none that could tell; None: nobody may.
+    """
     deadline, told = time.monotonic() + limit_s, ""
     while not stopping.is_set():
         if (doubt := observer.observe().doubt) != told and doubt.startswith("missing"):
@@ -215,6 +224,8 @@ def wait_for_engines(
             raise ConfigError(f"--aggregated: this deployment has {', '.join(others)} workers, too; leave it out")
         if levels.keys() >= set(observer.stages):
             return {stage: engine_of(levels[stage], times.get(stage)) for stage in observer.stages}
+        if awaken is not None:
+            start_first(awaken, observer, settings)
         if time.monotonic() >= deadline:
             silent = ", ".join(stage for stage in observer.stages if stage not in levels)
             raise ConfigError(
@@ -223,6 +234,19 @@ def wait_for_engines(
             )
         stopping.wait(1.0)
     return None
+
+
+def start_first(connector: Connector, observer: LiveObserver, settings: PlannerSettings) -> None:
+    """Have one worker of each stage come where there is none: who sleeps tells nothing, and nobody else wakes it."""
+    if (sizes := observer.sizes) is None or all(sizes[stage].num_workers for stage in observer.stages):
+        return
+    least = {stage: max(sizes[stage].num_workers, 1) for stage in observer.stages}
+    if settings.gpus_of(least.get("prefill", 0), least["decode"]) > settings.max_gpus:
+        return
+    try:
+        complain(f"no worker tells what it can do: {'; '.join(connector.scale(least))}")
+    except BiremeError as error:
+        complain(str(error))
 
 
 def engine_of(levels: WorkerLevels, times: StepTimes | None) -> PlannedEngine:

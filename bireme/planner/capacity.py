@@ -28,6 +28,14 @@ class PlannedEngine:
     max_batch_size: int = 256
     kv_tokens: int = 1 << 23  # that a worker can hold
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for an engine that could compute nothing."""
+        if min(self.max_num_tokens, self.max_batch_size, self.kv_tokens) < 1:
+            raise ValueError(
+                f"an engine of {self.max_num_tokens} tokens a step, {self.max_batch_size} requests and"
+                f" {self.kv_tokens} tokens of KV computes nothing"
+            )
+
     def prompt_ms(self, num_tokens: float) -> float:
         """Return what one prompt takes that is computed alone."""
         left, context, ms = max(round(num_tokens), 1), 0, 0.0

@@ -213,7 +213,7 @@ def _mean(total: float, count: float) -> float | None:
 
 
 def _tells_all(one: WorkerLevels) -> bool:
-    """A series that has just been made is 0 until its value is set."""
+    """Of a worker that sleeps all are 0, and of one whose series have just been made."""
     return all((one.max_num_tokens, one.max_batch_size, one.kv_blocks, one.block_tokens))
 
 

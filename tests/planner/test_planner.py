@@ -331,3 +331,9 @@ def test_a_planner_that_begins_without_any_worker_has_a_first_one_for_whom_waits
     asked = {"prefill": stage(0), "decode": stage(0, waiting=1), "prompt_tokens": None, "output_tokens": None}
     decision = one.decide(seen(60.0, requests=1, **asked), 60.0)
     assert sizes(decision) == (1, 1) and "requests wait for a first worker" in decision.reason
+
+
+@pytest.mark.parametrize("limit", ["max_num_tokens", "max_batch_size", "kv_tokens"])
+def test_an_engine_that_could_compute_nothing_is_refused_rather_than_sized_for_ever(limit):
+    with pytest.raises(ValueError, match="computes nothing"):
+        PlannedEngine(TIMES, **{limit: 0})

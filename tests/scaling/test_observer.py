@@ -85,7 +85,7 @@ def test_a_door_that_answers_late_is_not_one_whose_clock_is_apart(played, observ
     assert observer.observe().doubt == "clocks apart: launch is 6 s ahead of this host"
 
 
-def test_a_worker_whose_limits_are_not_set_yet_has_not_told_what_it_can_do(played, observer):
+def test_limits_of_0_as_a_worker_that_sleeps_has_them_are_not_what_it_can_do(played, observer):
     played.num_up = {"decode": 0}
     limits = ("engine_max_num_tokens", "engine_max_batch_size", "kv_blocks_total", "kv_block_tokens")
     played.more = "\n".join(f'bireme_{name}{{worker="decode"}} 0' for name in limits)

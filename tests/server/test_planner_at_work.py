@@ -172,3 +172,16 @@ def test_a_launch_of_which_all_workers_sleep_wakes_for_the_first_request(launch,
     launch.load.send(1, 1)
     launch.load.end()
     assert launch.awake() == LEAST
+    launch.wait_for(lambda: not launch.awake())
+
+
+def test_a_planner_that_comes_to_a_launch_whose_workers_sleep_wakes_some_to_learn_what_they_can_do(launch, planner_of):
+    none = {"minimum": 0}
+    first = planner_of(prefill=none, decode=none, reversal_s=0)
+    launch.wait_for(lambda: launch.decisions() and not launch.awake())
+    first.kill()
+    first.wait()
+    planner_of(reversal_s=0)
+    launch.wait_for(lambda: launch.decisions() and launch.awake() == LEAST)
+    launch.load.send(2, until=lambda: max(launch.wanted(), default=0) > 1)  # sized by limits that are above 0
+    launch.load.end()
