@@ -26,10 +26,10 @@ from bireme.errors import ConfigError
 logger = logging.getLogger("bireme.engines.torch")
 _Told = dict[str, Any]  # a quantization_config
 _Heads = Mapping[str, Head]
-# Scales of activations and of KV: this engine computes with neither, so that they are left where they are.
+# Scales of activations, which this engine does not compute with, and of KV, which `kv_scales.py` reads where it does.
 _IGNORED = (
     *(".input_scale", ".input_scale_ub", ".activation_scale", ".activation_scale_ub", ".output_scale"),
-    *(".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", ".input_zero_point"),
+    *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale", ".input_zero_point"),
 )
 _REMEDY = "use a checkpoint in one of these forms or an unquantized one, or engine trtllm"
 
