@@ -199,14 +199,14 @@ class Sequence:
 @dataclass(slots=True)
 class SchedulerOutput:
     decodes: list[Sequence] = field(default_factory=list)  # one token each
-    # Of decodes: tokens that may follow the last one; each is a row of the step's too, behind those of all decodes.
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # so many tokens of each
     imports: list[Sequence] = field(default_factory=list)  # admitted; their KV is to be fetched
     onboards: list[tuple[Sequence, list[BlockCopy]]] = field(default_factory=list)  # admitted; copies to be made first
     under_way: list[tuple[Sequence, int]] | None = None  # chunks of the step before, where that has not ended
     ahead: dict[Sequence, int] = field(default_factory=dict)  # tokens in those that own chunks stand behind; until then
     budget: int = 0
+    # Of decodes: tokens that may follow the last one; each is a row of the step's too, behind those of all decodes.
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
 
     @property
     def has_tokens(self) -> bool:

@@ -16,7 +16,7 @@ const SHORTENED = "Pictures are shortened here. The copy button copies them whol
 const OPENAI = new Set([
   "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n",
   "stop", "seed", "logit_bias", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "tools",
-  "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity", "modalities",
+  "tool_choice", "parallel_tool_calls", "response_format", "prediction", "reasoning_effort", "verbosity", "modalities",
   "service_tier", "user", "safety_identifier", "prompt_cache_key", "metadata", "store",
 ]);
 const OPENAI_RESPONSES = new Set([
