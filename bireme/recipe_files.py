@@ -147,7 +147,8 @@ def _check_drafter(worker: Any, where: str) -> None:
     config = worker.get("engine_config") if isinstance(worker, dict) else None
     block = config.get("speculative_config") if isinstance(config, dict) else None
     name = worker.get("engine", WorkerEntry().engine) if isinstance(worker, dict) else ""
-    rule, kind = DRAFT_KINDS.rules.get(name), block.get("decoding_type", "") if isinstance(block, dict) else ""
+    rule = DRAFT_KINDS.rules.get(name) if isinstance(name, str) else None
+    kind = block.get("decoding_type", "") if isinstance(block, dict) else ""
     if rule is not None and rule.kind == "refused" and kind not in rule.accepted:
         key = f"{where}.engine_config.speculative_config.decoding_type"
         raise ConfigError(f"{key}: {kind!r} on engine {name}: {rule.reason}")

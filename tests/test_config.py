@@ -309,6 +309,13 @@ def test_embeddings_reach_other_hosts_where_kv_does(write, backend, expected):
     assert load_recipe(write(disaggregated(prefill=own, decode=own))).embedding_backend == expected
 
 
+@pytest.mark.parametrize("engine", [[], {}])
+def test_an_engine_that_is_no_name_is_refused_by_its_key_where_drafts_are_asked_for(write, engine):
+    config = {"speculative_config": {"decoding_type": "NGram"}}
+    message = refusal(write({"workers": {"decode": {"engine": engine, "engine_config": config}}}))
+    assert f"workers.decode: engine: {engine}; one of torch, " in message
+
+
 def test_a_pool_for_embeddings_is_refused_where_they_go_by_nixl(write):
     own = {"multimodal_config": {"embedding_pool_bytes": 4096}}
     assert load_recipe(write(disaggregated(prefill=own, decode=own)))
