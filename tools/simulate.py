@@ -12,12 +12,13 @@ gives the same figures, whatever the machine.
     python tools/simulate.py conversations --prefill-workers 0,2,4 --workers 8 --step-times h100-8b-bf16 --modes kv
     python tools/simulate.py log/requests.*.jsonl --workers 2,4,8 --modes kv --speed 2     # for twice the traffic
     python tools/simulate.py day --prefill-workers 1,2 --workers 2,4 --modes kv --planner sla
+    python tools/simulate.py day --prefill-workers 4 --workers 8 --modes kv --planner sla --compare none
 
 Good are requests within --slo-ttft-ms and --slo-itl-ms. Traces have Mooncake's form (kvcache-ai/Mooncake,
 FAST25-release/traces), where what came in the same three seconds is spread over them, or the request log's,
 `dynamo.request.trace.v1`, Dynamo's own and compressed ones too. --planner runs the planner and Dynamo's rule as well,
-from the minimum up to the largest of the sizes, and compares them with the best of these. Progress goes to stderr; the
-table comes first, the last line of stdout is one JSON document.
+from the minimum up to the largest of the sizes, and compares them with the best of these; --compare says with which.
+Progress goes to stderr; the table comes first, the last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ from bireme.sizing.simulator.trace import (
 from bireme.sizing.simulator.worker import SimulatedEngine
 from bireme.sizing.step_times import StepTimes, published
 
+COMPARED = ("fixed", "dynamo")  # beside the planner
 MODES = tuple(mode for mode in get_args(RoutingMode) if mode != "direct")
 BACKGROUND = 0.2  # priority
 DYNAMO_INTERVAL_S = 180.0  # its default
@@ -107,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=options.seed,
     )
     try:
-        outcomes, rows = ([], []) if options.alone else run_all(requests, settings, options)
+        say_plan(len(requests), options)
+        has_fixed = bounds is None or "fixed" in compared(options)
+        outcomes, rows = run_all(requests, settings, options) if has_fixed else ([], [])
         if bounds is not None:
             planned_outcomes, planned_rows = run_planners(requests, settings, options, bounds)
             outcomes, rows = outcomes + planned_outcomes, rows + planned_rows
@@ -139,11 +143,25 @@ def run_all(
     return outcomes, rows
 
 
+def compared(options: argparse.Namespace) -> Sequence[str]:
+    """Return what runs beside the planner."""
+    return COMPARED if options.compare is None else options.compare
+
+
+def say_plan(num_requests: int, options: argparse.Namespace) -> None:
+    """Say how many simulations there will be: of a long day each takes a minute or two."""
+    fixed = len(options.prefill_workers) * len(options.workers)
+    if options.planner is not None:
+        fixed = fixed * ("fixed" in compared(options)) + 1 + ("dynamo" in compared(options))
+    total = fixed * len(options.modes)
+    print(f"{total} simulation{'s' if total > 1 else ''} of {num_requests:,} requests", file=sys.stderr, flush=True)
+
+
 def planner_settings(options: argparse.Namespace) -> PlannerSettings | None:
     """None: without a planner. Raises ConfigError."""
     if options.planner is None:
-        if options.alone:
-            raise ConfigError("--alone: needs --planner TARGET")
+        if options.compare is not None:
+            raise ConfigError("--compare: needs --planner TARGET")
         return None
     if min(options.prefill_workers) < 1:
         raise ConfigError("--planner: --prefill-workers 1 or more; it sizes prefill and decode apart")
@@ -186,7 +204,7 @@ def run_planners(
             ("planner", planner.decide, bounds.interval_s),
             ("dynamo", lambda observation, now, rule=rule: rule.decide(observation), DYNAMO_INTERVAL_S),
         ]
-        for name, decide, interval_s in deciders[:1] if options.alone else deciders:
+        for name, decide, interval_s in deciders if "dynamo" in compared(options) else deciders[:1]:
             scaler = SimulatedScaler(decide)
             sized = dataclasses.replace(least, interval_s=interval_s)
             outcome = simulate(requests, mode, sized, Progress(f"{mode}, {name}", len(requests)), scaler)
@@ -260,7 +278,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
     parser.add_argument("--slo-itl-ms", type=float, default=25.0)
     parser.add_argument("--planner", choices=get_args(PlannerTarget), help="its target: it, and Dynamo's rule, as well")
-    parser.add_argument("--alone", action="store_true", help="the planner, without what it is compared with")
+    parser.add_argument(
+        "--compare", type=chosen((*COMPARED, "none")), metavar="NAME,NAME",
+        help="with the planner: fixed sizes, dynamo's rule, none; both without it",
+    )  # fmt: skip
     parser.add_argument("--predictor", choices=get_args(PredictorName), default="constant", help="of the planner")
     parser.add_argument("--max-gpus", type=int, help="its budget, one a worker; without it as much as the largest size")
     parser.add_argument("--interval-s", type=float, default=60.0, help="between two of its decisions")
@@ -321,15 +342,25 @@ def statistics_of(requests: Sequence[SimulatedRequest], tokens_per_block: int = 
 
 
 class Progress:
-    """A line that is written over, where somebody looks."""
+    """On a terminal a line that is written over; into a file one a quarter of a minute."""
 
     def __init__(self, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._total, self._clock, self._shown_at = name, total, clock, 0.0
+        self._name, self._total, self._clock = name, total, clock
+        self._began = self._shown_at = clock()
+        self._is_terminal = sys.stderr.isatty()
+        self._gap_s = 0.2 if self._is_terminal else 15.0
 
     def __call__(self, done: int) -> None:
-        if not sys.stderr.isatty() or (self._clock() - self._shown_at < 0.2 and done < self._total):
+        if done % 64 and done < self._total:
+            return  # a clock is dear beside a request
+        now = self._clock()
+        if now - self._shown_at < self._gap_s and done < self._total:
             return
-        self._shown_at = self._clock()
+        self._shown_at = now
+        if not self._is_terminal:
+            said = f"{self._name}: {done:,} of {self._total:,} in {now - self._began:.0f} s"
+            print(said, file=sys.stderr, flush=True)
+            return
         bar = "#" * (30 * done // self._total)
         end = "\n" if done == self._total else ""
         print(f"\r{self._name:<14}[{bar:<30}] {done:,} of {self._total:,}", end=end, file=sys.stderr, flush=True)

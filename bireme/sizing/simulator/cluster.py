@@ -375,8 +375,9 @@ class Cluster:
             event = events.popleft()
             for holdings in self._holdings:
                 holdings.apply(event)
-        for name in self._members:
-            self._deliver_load(name, known)
+        for name, member in self._members.items():
+            if (loads := member.worker.loads) and loads[0][0] <= known:
+                self._deliver_load(name, known)
 
     def _deliver_load(self, name: str, known: float) -> None:
         loads = self._members[name].worker.loads

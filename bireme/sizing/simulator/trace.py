@@ -147,9 +147,9 @@ def endless_hits(requests: Sequence[SimulatedRequest], tokens_per_block: int = T
     seen: set[int] = set()
     found = []
     for one in requests:
-        depth = 0
+        depth, most = 0, cachable(one, tokens_per_block)
         blocks = one.blocks.tolist()
-        while depth < cachable(one, tokens_per_block) and blocks[depth] in seen:
+        while depth < most and blocks[depth] in seen:
             depth += 1
         found.append(depth * tokens_per_block)
         seen.update(blocks)

@@ -267,11 +267,13 @@ class SimulatedWorker:
 
     def _free(self, run: SimulatedRun) -> None:
         self.num_runs -= 1
+        used, cached = self._used, self._cached
         for one in reversed(run.shared):
-            self._used[one] -= 1
-            if not self._used[one]:
-                del self._used[one]
-                self._cached[one] = None
+            if (left := used[one] - 1) > 0:
+                used[one] = left
+            else:
+                del used[one]
+                cached[one] = None
         self._num_private -= run.num_blocks
         self._evict()
 
@@ -316,7 +318,8 @@ class SimulatedWorker:
         """Take all blocks that it will need, or none."""
         num_tokens = run.request.num_prompt + (0 if run.task == "prompt" else run.request.num_output)
         needed = -(-num_tokens // self._size) - hits
-        revived = sum(one in self._cached for one in blocks[:hits])
+        cached = self._cached
+        revived = sum(one in cached for one in blocks[:hits])
         if self._num_private + len(self._used) + revived + needed > self._engine.num_blocks:
             return False
         run.shared = blocks[:hits]
@@ -340,9 +343,13 @@ class SimulatedWorker:
         heapq.heappush(self._fetching, (arrives, next(self._order), run))
 
     def _use(self, blocks: list[int]) -> None:
+        used, cached = self._used, self._cached
         for one in blocks:
-            self._cached.pop(one, None)
-            self._used[one] = self._used.get(one, 0) + 1
+            if one in used:
+                used[one] += 1
+            else:
+                used[one] = 1
+                cached.pop(one, None)
 
     def _publish(self, run: SimulatedRun) -> None:
         """Offer computed blocks to others; one that another request published first is shared."""
