@@ -3,12 +3,15 @@
     python tools/advise.py --isl 2000 --osl 200 --rate 8 --ttft-ms 500 --itl-ms 20 --times h100-8b-bf16 --gpus 4
     python tools/advise.py log/requests.*.jsonl* --ttft-ms 1000 --itl-ms 25 --times decode.step_times.json --gpus 8
     python tools/advise.py day.jsonl --ttft-ms 1000 --itl-ms 25 --times h100-8b-bf16 --recipe FOLDER --recipe FOLDER
-    python tools/advise.py requests.jsonl --ttft-ms 500 --itl-ms 20 --times t.json --hop-ms 3 --recipe recipes/a --write
+    python tools/advise.py requests.jsonl --ttft-ms 500 --itl-ms 20 --recipe recipes/a --write
+    python tools/advise.py --metrics metrics.txt --rate 8 --ttft-ms 500 --itl-ms 20 --times h100-8b-bf16
+    python tools/advise.py --prometheus http://127.0.0.1:9090 --hours 24 --ttft-ms 500 --itl-ms 20 --times t.json
 
 The load is a trace, as tools/simulate.py reads them (the request log, Dynamo's, Mooncake's), of which the busiest
-stretch counts; or lengths and a rate. Layouts of up to --gpus workers, one on each GPU, are simulated with a table of
-step times (docs/sizing.md). The answer comes first, then what was compared; --json adds one JSON document as the last
-line. --write sets what was measured in the recipes' blocks `router`; comments stay.
+stretch counts; or lengths and a rate, given or measured. Layouts of up to --gpus workers, one on each GPU, are
+simulated with a table of step times (docs/sizing.md); without --times they are fitted to the request log. The answer
+comes first, then what was compared; --json adds one JSON document as the last line. --write sets what was measured in
+the recipes' blocks `router`; comments stay.
 
 Exit codes: 0 something holds the target; 1 nothing does; 2 an option, a file or a recipe is wrong, or time too short.
 """
@@ -44,10 +47,12 @@ from bireme.sizing.advice import (
     ServiceTarget,
     Way,
 )
+from bireme.sizing.log_times import log_times, read_log
 from bireme.sizing.simulator.cluster import ClusterSettings
 from bireme.sizing.simulator.trace import Trace, read_traces, spread_out
 from bireme.sizing.simulator.worker import SimulatedEngine
 from bireme.sizing.step_times import NO_TRANSFER, StepTimes, TransferTimes, published
+from tools.advising import measured_load
 
 HELD, LOST, WRONG = 0, 1, 2
 # Where a table does not tell: what router.transfer_ms and router.transfer_ms_per_token assume
@@ -79,11 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         check(options)
+        take_metrics(options)
         recipes = {folder: load_recipe(folder) for folder in options.recipe}
         trace = read_load(options)
-        times, notes = read_times(options)
-        found = advise(options, trace, times, notes, recipes)
-        said = write(options, found, recipes)
+        measured = read_times(options)
+        found = advise(options, trace, measured, recipes)
+        said = write(options, found, measured, recipes)
     except (ConfigError, ValueError, OSError) as error:
         print(f"advise: {error}", file=sys.stderr)
         return WRONG
@@ -100,9 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def advise(
-    options: argparse.Namespace, trace: Trace | None, times: StepTimes, notes: list[str], recipes: Mapping[str, Recipe]
+    options: argparse.Namespace, trace: Trace | None, measured: Measured, recipes: Mapping[str, Recipe]
 ) -> Advice:
     """Raises OutOfTimeError before there is an answer; what would change it is left out when time is over."""
+    times = measured.times
     question = Question(ServiceTarget(options.ttft_ms, options.itl_ms, options.share))
     if trace is None:
         loads = advice.loads_of_lengths(
@@ -123,8 +130,8 @@ def advise(
     rows = rate * answer * options.itl_ms / 1e3 / options.gpus  # Little's law, at the target
     rows = min(max(round(rows), 1), LIMITS["max_batch_size"])
     chunk = min(max(round(prompt), 1), LIMITS["max_num_tokens"])
-    constants = advice.constants_of(times, rows, chunk, round(prompt + answer / 2), options.hop_ms)
-    settings = settings_of(options, times, size, constants, recipes)
+    constants = advice.constants_of(times, rows, chunk, round(prompt + answer / 2), measured.hop_ms)
+    settings = settings_of(options, measured, size, constants, recipes)
     progress, least = Progress(options.seconds), options.gpus if options.all else 1
     bench = Bench(loads, settings, progress.until, show=progress)
     try:
@@ -137,7 +144,7 @@ def advise(
             folder: bench.run(with_recipe(settings["apart"], recipe, times, size), layout_of(recipe), question)
             for folder, recipe in recipes.items()
         }
-        found = Advice(load, choice, expected, told, {}, None, [], constants, notes)
+        found = Advice(load, choice, expected, told, {}, None, [], constants, list(measured.notes))
         explore(bench, question, options, found, progress)
     finally:
         progress.end()
@@ -161,16 +168,16 @@ def explore(bench: Bench, question: Question, options: argparse.Namespace, found
 
 def settings_of(
     options: argparse.Namespace,
-    times: StepTimes,
+    measured: Measured,
     size: int,
     constants: Mapping[str, float],
     recipes: Mapping[str, Recipe],
 ) -> dict[Way, ClusterSettings]:
     """Return each way's: engines' limits are those of the first recipe of that way, else of any, else defaults."""
-    kv_blocks = max(options.kv_tokens // size, 1)
+    kv_blocks, times = max(options.kv_tokens // size, 1), measured.times
     engine = SimulatedEngine(times, kv_blocks, size, LIMITS["max_num_tokens"], LIMITS["max_batch_size"])
     router = msgspec.structs.replace(RouterConfig(), **constants)
-    hop_s = (options.hop_ms or 0.0) / 1e3
+    hop_s = (measured.hop_ms or 0.0) / 1e3
     base = ClusterSettings(prefill=engine, decode=engine, router=router, hop_s=hop_s)
     found: dict[Way, ClusterSettings] = {}
     for way in advice.WAYS:
@@ -214,6 +221,19 @@ def layout_of(recipe: Recipe) -> Layout:
 
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError."""
+    measured = options.metrics or options.prometheus
+    if bool(options.requests_from) + bool(options.metrics) + bool(options.prometheus) > 1:
+        raise ConfigError("a trace, --metrics, --prometheus: one of them; each has lengths of its own")
+    if measured and (options.isl is not None or options.osl is not None):
+        raise ConfigError("--isl, --osl: metrics have their own lengths; leave out one or the other")
+    if options.times is None and not options.requests_from:
+        raise ConfigError(f"--times: needed without a request log; a file, or one of {', '.join(published())}")
+    if options.save_times and options.times is not None:
+        raise ConfigError("--save-times: keeps what is fitted to a request log; leave out --times")
+    if options.write and not options.recipe:
+        raise ConfigError("--write: needs --recipe FOLDER, the recipe to write to")
+    if measured:
+        return
     lengths = {"--isl": options.isl, "--osl": options.osl, "--rate": options.rate}
     given = [name for name, value in lengths.items() if value is not None]
     if options.requests_from and given:
@@ -223,8 +243,29 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError(f"{missing}: needed without a trace; or name the files of a request log")
     if options.prefix and not options.requests_from and options.prefix >= options.isl:
         raise ConfigError(f"--prefix {options.prefix}: shorter than --isl {options.isl:g}, the mean prompt")
-    if options.write and not options.recipe:
-        raise ConfigError("--write: needs --recipe FOLDER, the recipe to write to")
+
+
+def take_metrics(options: argparse.Namespace) -> None:
+    """Set lengths and rate by metrics, where they are named. What caches had is the prefix of all prompts.
+
+    Raises ConfigError and OSError.
+    """
+    options.load_note = ""
+    if options.metrics:
+        found = measured_load.of_pages(options.metrics, options.apart_s)
+    elif options.prometheus:
+        found = measured_load.of_prometheus(options.prometheus, options.hours, options.stretch_s, options.match)
+    else:
+        return
+    if options.rate is None and found.requests_per_s is None:
+        raise ConfigError("--rate: one metrics page tells lengths alone; give it, or a later page and --apart-s")
+    options.isl, options.osl = max(found.prompt_tokens, 1.0), max(found.output_tokens, 1.0)
+    options.rate = options.rate or found.requests_per_s
+    options.prefix = options.prefix or min(round(found.cached_tokens), math.ceil(options.isl) - 1)
+    options.load_note = (
+        f"lengths are of {found.said}: means alone, so --variation {options.variation:g} is assumed, and what caches"
+        f" had ({options.prefix:,} tokens a prompt) is taken to begin all prompts"
+    )
 
 
 def read_load(options: argparse.Namespace) -> Trace | None:
@@ -239,32 +280,62 @@ def read_load(options: argparse.Namespace) -> Trace | None:
     return Trace(spread_out(trace.requests), trace.tokens_per_block)
 
 
-def read_times(options: argparse.Namespace) -> tuple[StepTimes, list[str]]:
-    """Return step times with transfers, and what was assumed. Raises ConfigError."""
-    times, notes = StepTimes.read(options.times), list[str]()
-    if times.table.transfer == NO_TRANSFER:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """Step times, and which of what the router's prices are made of was measured."""
+
+    times: StepTimes
+    hop_ms: float | None
+    has_transfer: bool
+    source: str
+    notes: list[str]
+
+
+def read_times(options: argparse.Namespace) -> Measured:
+    """Return step times with transfers, and what was assumed. Raises ConfigError, ValueError, OSError."""
+    hop_ms, notes = options.hop_ms, [options.load_note] if options.load_note else list[str]()
+    if options.times is None:
+        found = log_times(read_log([Path(path) for path in options.requests_from]))
+        times, source = found.times, "the request log"
+        notes.append(
+            f"step times are fitted to {found.num_gaps:,} answers and {found.num_prompts:,} prompts of the request log,"
+            f" within {times.error:.0%} at the median; tools/record_steps.py makes a better table"
+        )
+        if hop_ms is None:
+            hop_ms = float(f"{found.hop_ms:.3g}")
+            notes.append(f"--hop-ms {hop_ms:g} is from the request log: TTFT beyond queue, prompt and transfer")
+        if options.save_times:
+            times.write(Path(options.save_times))
+    else:
+        times, source = StepTimes.read(options.times), options.times
+    if not (has_transfer := times.table.transfer != NO_TRANSFER):
         times = dataclasses.replace(times, table=msgspec.structs.replace(times.table, transfer=ASSUMED))
         notes.append(
-            f"{options.times} does not tell what transfers take: {ASSUMED.start_ms:g} ms and 0.002 ms a token assumed"
+            f"{source} does not tell what transfers take: {ASSUMED.start_ms:g} ms and 0.002 ms a token assumed"
         )
-    if options.hop_ms is None:
+    if hop_ms is None:
         notes.append("--hop-ms is not given: what servers and the client add to TTFT is left out")
-    return times, notes
+    return Measured(times, hop_ms, has_transfer, source, notes)
 
 
-def write(options: argparse.Namespace, found: Advice, recipes: Mapping[str, Recipe]) -> list[str]:
-    """Raises ConfigError."""
+def write(options: argparse.Namespace, found: Advice, measured: Measured, recipes: Mapping[str, Recipe]) -> list[str]:
+    """Return what was set, and what to look at. Raises ConfigError."""
     if not options.write:
         return []
     said = []
     constants = dict(found.constants)
-    if StepTimes.read(options.times).table.transfer == NO_TRANSFER:  # what is assumed is not measured
+    if not measured.has_transfer:  # what is assumed is not measured
         constants = {key: value for key, value in constants.items() if not key.startswith("transfer")}
     for folder, recipe in recipes.items():
         if layout_of(recipe).way == "aggregated":
             said.append(f"{folder}: nothing to set, it has no prefill apart")
             continue
-        lines = recipe_constants.write(Path(recipe.folder), constants)
+        if not recipe_constants.is_made(Path(recipe.folder)):
+            said.append(
+                f"{folder}: warning: neither tools/make_recipe.py nor this program has made it; see that"
+                f" {measured.source} is of its model, engine and machine"
+            )
+        lines = recipe_constants.write(Path(recipe.folder), constants, measured.source)
         said += [f"{folder}: {line}" for line in lines or ["as measured already"]]
     return said
 
@@ -446,7 +517,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ttft-ms", type=positive, required=True, metavar="MS", help="target: the first token")
     add("--itl-ms", type=positive, required=True, metavar="MS", help="target: the mean gap between a request's tokens")
     add("--share", type=share, default=0.9, help="of requests that must be within both")
-    add("--times", required=True, metavar="FILE", help=f"step times, or one of {', '.join(published())}")
+    add("--metrics", nargs="+", default=[], metavar="FILE", help="in place of lengths: a metrics page, or two")
+    add("--apart-s", type=positive, metavar="S", help="between two pages of --metrics, for the rate")
+    add("--prometheus", metavar="URL", help="in place of lengths: a Prometheus server that scrapes the deployment")
+    add("--hours", type=positive, default=24.0, metavar="H", help="of --prometheus, up to now")
+    add("--stretch-s", type=positive, default=300.0, metavar="S", help="of these the busiest counts")
+    add("--match", default="", metavar="LABELS", help="of its series, as in 'instance=\"a:8002\"'")
+    add("--times", metavar="FILE", help=f"step times, or one of {', '.join(published())}; else fitted to the log")
+    add("--save-times", metavar="FILE", help="write what was fitted to the request log, for other tools' --times")
     add("--gpus", type=positive_count, default=8, metavar="N", help="at most, a worker on each")
     add("--all", action="store_true", help="of --gpus at once, not the fewest that hold the target")
     add("--kv-tokens", type=positive_count, default=KV_TOKENS, metavar="N", help="that a worker's KV pool holds")

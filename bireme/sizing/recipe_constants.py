@@ -14,6 +14,14 @@ import yaml
 from bireme.errors import ConfigError
 from bireme.recipe_files import load_recipe
 
+_MADE = ("# Made by: ", "# Router's prices: ")  # lines of tools/make_recipe.py and of this module
+
+
+def is_made(folder: Path) -> bool:
+    """Whether a recipe was made for its model and machine by a program, or has had constants before."""
+    text = (folder / "recipe.yaml").read_text(encoding="utf-8")
+    return any(line.startswith(_MADE) for line in text.splitlines())
+
 
 def written(text: str, constants: Mapping[str, float], name: str = "recipe.yaml") -> tuple[str, list[str]]:
     """Return the text with the constants, and what changed. Raises ConfigError for a block that can't be changed.
@@ -36,8 +44,8 @@ def written(text: str, constants: Mapping[str, float], name: str = "recipe.yaml"
     return text, said
 
 
-def write(folder: Path, constants: Mapping[str, float]) -> list[str]:
-    """Set constants in a recipe folder and return what changed.
+def write(folder: Path, constants: Mapping[str, float], source: str) -> list[str]:
+    """Set constants in a recipe folder, with a comment that says where they are from, and return what changed.
 
     Raises ConfigError. The file is a checked one or unchanged.
     """
@@ -47,6 +55,8 @@ def write(folder: Path, constants: Mapping[str, float]) -> list[str]:
         text, said = written(before, constants, str(path))
         if text == before:
             return said
+        kept = [line for line in text.splitlines(keepends=True) if not line.startswith(_MADE[1])]
+        text = f"{_MADE[1]}measured, by tools/advise.py from {' '.join(source.split())}\n" + "".join(kept)
         load_recipe(folder, json.dumps({"router": _parsed(text, str(path))["router"]}))  # as it will be
         fresh = path.with_name(".recipe.yaml.new")
         fresh.write_text(text, encoding="utf-8")

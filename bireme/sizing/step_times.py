@@ -168,17 +168,15 @@ class StepTimes:
     @classmethod
     def of_records(cls, lines: Iterable[bytes], engine: str, machine: str, source: str = "") -> StepTimes:
         """Fit what tools/record_steps.py has written: medians of alike steps. Raises ConfigError naming a line."""
-        bins: defaultdict[tuple[int, ...], list[StepPoint]] = defaultdict(list)
+        points = list[StepPoint]()
         for number, line in enumerate(lines, 1):
             try:
                 point = _point_of(_decode_record(line))
             except msgspec.DecodeError as error:
                 raise ConfigError(f"line {number}: no step record ({error}); see tools/record_steps.py") from error
             if point is not None:
-                bins[_bin_of(point)].append(point)
-        points = [_median(alike) for alike in bins.values() if len(alike) >= _FEW]
-        table = StepTable(format=FORMAT, engine=engine, machine=machine, points=points, source=source)
-        return cls.of(table)
+                points.append(point)
+        return cls.of(table_of_points(points, engine, machine, source))
 
     @classmethod
     def read(cls, name: str) -> StepTimes:
@@ -197,6 +195,15 @@ class StepTimes:
         head = encode(msgspec.structs.replace(self.table, points=[])).replace(b',"points":[]', b"")
         points = b",\n  ".join(map(encode, self.table.points))
         path.write_bytes(head[:-1] + b',\n"points": [\n  ' + points + b"\n]}\n")
+
+
+def table_of_points(points: Iterable[StepPoint], engine: str, machine: str, source: str) -> StepTable:
+    """Return medians of alike points; what was seen less than three times is left out."""
+    bins: defaultdict[tuple[int, ...], list[StepPoint]] = defaultdict(list)
+    for point in points:
+        bins[_bin_of(point)].append(point)
+    medians = [_median(alike) for alike in bins.values() if len(alike) >= _FEW]
+    return StepTable(format=FORMAT, engine=engine, machine=machine, points=medians, source=source)
 
 
 def published() -> list[str]:

@@ -240,6 +240,6 @@ def test_a_recipe_that_constants_would_break_stays_as_it_is(tmp_path):
     shutil.copytree(CHECKOUT / "recipes/mocker-disagg", folder)
     before = (folder / "recipe.yaml").read_text()
     with pytest.raises(ConfigError, match="transfer_ms_per_token"):
-        recipe_constants.write(folder, {"transfer_ms_per_token": -1.0})
+        recipe_constants.write(folder, {"transfer_ms_per_token": -1.0}, "a table")
     assert (folder / "recipe.yaml").read_text() == before
     assert not list(folder.glob(".recipe*"))

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from bireme.config import CHECKOUT
+from bireme.sizing import recipe_constants
 from tools import advise
 
 TARGET = ["--ttft-ms", "500", "--itl-ms", "60", "--times", "tiny-chat-cpu"]
@@ -60,6 +61,14 @@ def test_recipes_are_chosen_from_and_the_measured_prices_written(capsys, trace, 
     text = recipe.read_text()
     assert f"router: {{prefill_ms_per_token: {price:g}, prefill_weight: 1.5}}  # short prompts" in text
     assert "transfer_ms" not in text  # what is assumed is not measured
+    assert f"{folder}: warning: neither tools/make_recipe.py nor this program has made it" in out
+    assert text.startswith("# Router's prices: measured, by tools/advise.py from tiny-chat-cpu\n")
+    assert recipe_constants.is_made(folder)
+
+
+def test_without_a_table_a_trace_that_tells_no_times_is_refused(capsys, trace):
+    assert advise.main([trace, "--ttft-ms", "500", "--itl-ms", "60"]) == advise.WRONG
+    assert "0 answers that no prompt disturbed, 20 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,9 @@ def test_recipes_are_chosen_from_and_the_measured_prices_written(capsys, trace, 
         (["TRACE", "--times", "nothing.json"], "nothing.json: No such file"),
         (["TRACE", "--recipe", "recipes/nothing"], "recipes/nothing"),
         (["nothing.jsonl"], "nothing.jsonl"),
+        (["TRACE", "--metrics", "page.txt"], "a trace, --metrics, --prometheus: one of them"),
+        (["--metrics", "nothing.txt"], "nothing.txt"),
+        (["TRACE", "--save-times", "t.json"], "--save-times: keeps what is fitted"),
         (["TRACE", "--seconds", "1e-9"], "--seconds 1e-09: over before there is an answer"),
     ],
 )

@@ -44,7 +44,7 @@ class Trace:
 def read_traces(paths: Sequence[Path]) -> Trace:
     """Read files that belong together, .gz as well. Raises ValueError with the line that has no form, and OSError."""
     found, sizes, ids = list[SimulatedRequest](), dict[int, str](), dict[str, str]()
-    for where, row in _rows(paths):
+    for where, row in trace_rows(paths):
         try:
             if "hash_ids" in row:
                 request, size = _of_mooncake(row), TOKENS_PER_BLOCK
@@ -67,8 +67,8 @@ def read_traces(paths: Sequence[Path]) -> Trace:
     return Trace(sorted(found, key=lambda one: one.arrival_s), next(iter(sizes), TOKENS_PER_BLOCK))
 
 
-def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line with its place."""
+def trace_rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line with its place. Raises ValueError and OSError."""
     for path in paths:
         number = 0
         try:

@@ -1,0 +1,1 @@
+"""What tools/advise.py reads beside traces."""
