@@ -76,6 +76,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
 }
 ELSEWHERE = {  # program -> the test that runs it
+    "benchmarks/advice_against_sweep.py": "tests/benchmarks/test_advice_against_sweep.py",
     "benchmarks/instructions.py": "tests/server/test_instructions.py",
     "tools/audit.py": "tests/tools/test_audit.py",
     "tools/check_fabric.py": "tests/tools/test_check_fabric.py",

@@ -1,0 +1,134 @@
+"""Does the advice from a table of one GPU agree with what a sweep has measured on two?
+
+A sweep with --rates of two aggregated workers, and of one for prefill with one for decode. This simulates the same
+loads from the table, and compares at which rates the target was held, and which way held it at the higher one:
+
+    python tools/make_recipe.py --model MODEL --engine torch --gpu h100 --gpus 2 --mode aggregated \\
+        --isl 2000 --osl 200 --concurrency 64 --out out/both
+    python tools/make_recipe.py --model MODEL --engine torch --gpu h100 --gpus 2 --mode disaggregated \\
+        --prefill-workers 1 --decode-workers 1 --isl 2000 --osl 200 --concurrency 64 --out out/apart
+    python tools/sweep.py out/both out/apart --lengths 2000/200 --rates 6,10,14,18,22,26 --loads bireme \\
+        --rate-seconds 60 --ttft-ms 400 --itl-ms 12 --out out/two-gpus
+    python benchmarks/advice_against_sweep.py out/two-gpus --times h100-8b-bf16 --hop-ms 3
+
+The target is the sweep's. The table comes first, then the aims, the last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
+
+from bireme.errors import ConfigError
+from bireme.sizing.advice import Bench, Layout, Question, ServiceTarget, loads_of_lengths
+from bireme.sizing.simulator.cluster import ClusterSettings
+from bireme.sizing.simulator.worker import SimulatedEngine
+from bireme.sizing.step_times import StepTimes
+from tools.sweeping.report import keeps_limits
+from tools.sweeping.results import Results
+
+LAYOUTS = {"aggregated": Layout(0, 2), "disaggregated": Layout(1, 1)}
+SHARE = 0.9  # of requests, as the sweep counts
+AIM_RATES = 0.8  # of the cells, whether the target is held: the others are at the edge
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        rows = compared(options)
+    except ConfigError as error:
+        print(f"advice_against_sweep: {error}", file=sys.stderr)
+        return 2
+    print(f"{'':<32}{'req/s':>7}{'held':>7}{'advised':>9}{'TTFT p90':>10}{'advised':>9}{'ITL p90':>9}{'advised':>9}")
+    for row in rows:
+        print(
+            f"{row['lengths'] + ', ' + row['kind']:<32}{row['rate']:>7g}{row['held']!s:>7}{row['advised_held']!s:>9}"
+            f"{row['ttft_p90_ms']:>10.0f}{row['advised_ttft_p90_ms']:>9.0f}"
+            f"{row['itl_p90_ms']:>9.1f}{row['advised_itl_p90_ms']:>9.1f}"
+        )
+    for line in aims(rows):
+        print(line)
+    print(json.dumps({"benchmark": "advice_against_sweep", "options": vars(options), "rows": rows}))
+    return 0
+
+
+def compared(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each way and rate. Raises ConfigError for a sweep that can't be compared."""
+    results, times = Results(Path(options.sweep)), StepTimes.read(options.times)
+    plan = results.plan()
+    matrix = plan.matrix
+    if not matrix.ttft_ms or not matrix.itl_ms:
+        raise ConfigError(f"{options.sweep}: a sweep without a target; give it --ttft-ms and --itl-ms with --resume")
+    runs = defaultdict[tuple[str, str, float], list[Any]](list)
+    for run in results.read_all(plan):
+        kind, workers = run.deployment.kind, run.deployment.workers
+        counts = Layout(workers.get("prefill", 0), workers.get("decode", 0))
+        if run.cell.rate and run.figures is not None and LAYOUTS[kind] == counts:
+            runs[run.cell.lengths, kind, run.cell.rate].append(run)
+    kinds = {kind for _, kind, _ in runs}
+    if kinds != LAYOUTS.keys():
+        raise ConfigError(
+            f"{options.sweep}: measured at a rate: {', '.join(sorted(kinds)) or 'nothing'}; both ways are needed, two"
+            " aggregated workers and one for prefill with one for decode"
+        )
+    target = ServiceTarget(matrix.ttft_ms, matrix.itl_ms, SHARE)
+    engine = SimulatedEngine(times, max(options.kv_tokens // 64, 1), 64)
+    settings = ClusterSettings(prefill=engine, decode=engine, hop_s=options.hop_ms / 1e3)
+    rows = []
+    for (lengths, kind, rate), alike in sorted(runs.items()):
+        cell = alike[0].cell
+        loads = loads_of_lengths(cell.input_tokens, cell.output_tokens, 0.0, rate, options.requests)
+        bench = Bench(loads, {"aggregated": settings, "apart": settings})
+        advised = bench.ask(LAYOUTS[kind], Question(target))
+        held = sum(keeps_limits(one.figures, matrix) for one in alike) * 2 > len(alike)
+        middle = sorted(alike, key=lambda one: one.figures.ttft_p90_ms or 0.0)[len(alike) // 2].figures
+        rows.append({
+            "lengths": lengths, "kind": kind, "rate": rate, "held": held, "advised_held": advised.is_held,
+            "ttft_p90_ms": middle.ttft_p90_ms or 0.0, "itl_p90_ms": middle.itl_p90_ms or 0.0,
+            "advised_ttft_p90_ms": advised.ttft_p90_ms, "advised_itl_p90_ms": advised.itl_p90_ms,
+        })  # fmt: skip
+    return rows
+
+
+def better(rows: Sequence[dict[str, Any]], held: str) -> str:
+    """Return the way that held the target at the higher rate."""
+    most = {
+        kind: max((row["rate"] for row in rows if row["kind"] == kind and row[held]), default=0) for kind in LAYOUTS
+    }
+    if len(set(most.values())) == 1:
+        return "equal"
+    return max(most, key=lambda kind: most[kind])
+
+
+def aims(rows: Sequence[dict[str, Any]]) -> list[str]:
+    found = []
+    for lengths in dict.fromkeys(row["lengths"] for row in rows):
+        alike = [row for row in rows if row["lengths"] == lengths]
+        measured, advised = better(alike, "held"), better(alike, "advised_held")
+        word = "ok" if measured == advised else "BELOW"
+        found.append(f"aim: {lengths}: better on two GPUs {measured}, advised {advised}, the same asked for: {word}")
+        share = sum(row["held"] == row["advised_held"] for row in alike) / len(alike)
+        word = "ok" if share >= AIM_RATES else "BELOW"
+        found.append(f"aim: {lengths}: cells told rightly {share:.2f}, {AIM_RATES} or more asked for: {word}")
+    return found
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", metavar="FOLDER", help="of tools/sweep.py, with --rates and a target")
+    parser.add_argument("--times", default="h100-8b-bf16", help="step times of one GPU")
+    parser.add_argument("--hop-ms", type=float, default=3.0, help="to a worker and back, beside its work")
+    parser.add_argument("--kv-tokens", type=int, default=400_000, help="that a worker's KV pool holds")
+    parser.add_argument("--requests", type=int, default=1000, help="of a simulation")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
