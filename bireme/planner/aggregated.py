@@ -77,7 +77,7 @@ class AggregatedPlanner(WorkerPlanner):
         assert decode is not None and self._lengths is not None
         is_steady = decode.num_starting == 0 and 0 < decode.num_ready == self._num_ready["decode"]
         self._num_ready = {"prefill": 0, "decode": decode.num_ready}
-        self._learn_room(observation, is_steady)
+        self._learn_room(observation, {"prefill": is_steady, "decode": is_steady})
         if not is_steady or (observation.num_requests or 0) < planner._ENOUGH_REQUESTS:
             return
         load = Load((observation.num_requests or 0) / observation.interval_s, *self._lengths)

@@ -16,6 +16,7 @@ class Direction:
     _way: int = 0  # 1 up, -1 down
     _reversed_at: float = float("-inf")
     _began_at: float | None = None
+    _paused: bool = False  # it went to the minimum since the load had ended
     _needs: deque[tuple[float, int]] = field(default_factory=deque)
 
     def needed(self, now: float, count: int) -> None:
@@ -27,11 +28,14 @@ class Direction:
     def allow(self, now: float, have: int, need: int, is_idle: bool) -> tuple[int, str]:
         """Return how many there may be, and what stands against as many as are needed. Idle ones go at once.
 
-        Faster up than down: whoever turns down can't turn up again for `reversal_s`. So a turn takes one worker, and
-        the next ones go when it may turn again.
+        Load that comes back finds as many as it needed before: one that joins later has no caches, and takes prompts
+        from those that do. Faster up than down: whoever turns down can't turn up again for `reversal_s`. So a turn
+        takes one worker, and the next ones go when it may turn again.
         """
         if need == have:
             return have, ""
+        if need > have and self._paused:
+            need = max(need, self._lately)
         may_turn = now - self._reversed_at >= self.reversal_s
         if need < have and not is_idle:
             need, against = self._down(now, have, need, may_turn)
@@ -45,16 +49,21 @@ class Direction:
     def _down(self, now: float, have: int, need: int, may_turn: bool) -> tuple[int, str]:
         if self._began_at is None or now - self._began_at < self.window_s:
             return have, f"{need} would do, seen for less than {self.window_s:.0f} s"
-        lately = max(count for _, count in self._needs)
+        lately = self._lately
         if lately >= have:
             return have, f"{need} would do, {lately} were needed within {self.window_s:.0f} s"
         if not may_turn and self._way <= 0:
             return have, f"{need} would do, held until it may turn up again"
         return (have - 1 if self._way > 0 else lately), ""
 
-    def went(self, now: float, change: int) -> None:
+    @property
+    def _lately(self) -> int:
+        return max(count for _, count in self._needs)
+
+    def went(self, now: float, change: int, is_idle: bool = False) -> None:
         if not change:
             return
+        self._paused = is_idle and change < 0
         if self._is_reversal(change):
             self._reversed_at = now
             self.num_reversals += 1

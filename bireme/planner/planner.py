@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -24,6 +24,9 @@ from bireme.planner.predictors import ConstantPredictor, Predictor
 
 _SMOOTHING = 0.3  # weight of an interval's lengths and corrections
 _MOST_CORRECTION = 3.0  # either way
+# A slow engine is slow in every interval, prompts wait in some: for that more workers are no cure, and each that joins
+# has no caches. So of TTFT's corrections so many count, the lower quartile of them.
+_TTFT_INTERVALS, _TTFT_QUANTILE = 30, 0.25
 _ENOUGH_REQUESTS = 10  # for their times to say something
 _STEADY_USE = 0.8  # above, times are the queue's rather than the engine's
 _EASY_SHARE = {"throughput": 0.9, "latency": 0.5}  # of what a stage can do at the most
@@ -72,6 +75,7 @@ class WorkerPlanner:
         self._last_at_s = -math.inf
         self._last: tuple[int, int] | None = None  # decided
         self._num_ready = {"prefill": 0, "decode": 0}
+        self._ttft_ratios: deque[float] = deque(maxlen=_TTFT_INTERVALS)
         self._starting_since: dict[str, float] = {}
 
     @property
@@ -148,30 +152,32 @@ class WorkerPlanner:
         """By intervals that say what the engine does: enough requests, workers that are warm, no queue."""
         assert observation.prefill is not None and observation.decode is not None and self._lengths is not None
         stages = {"prefill": observation.prefill, "decode": observation.decode}
-        is_steady = all(
-            stage.num_starting == 0 and 0 < stage.num_ready == self._num_ready[name] for name, stage in stages.items()
-        )
+        are_steady = {
+            name: stage.num_starting == 0 and 0 < stage.num_ready == self._num_ready[name]
+            for name, stage in stages.items()
+        }
         self._num_ready = {name: stage.num_ready for name, stage in stages.items()}
-        self._learn_room(observation, is_steady)
-        if not is_steady or (observation.num_requests or 0) < _ENOUGH_REQUESTS:
+        self._learn_room(observation, are_steady)
+        if not all(are_steady.values()) or (observation.num_requests or 0) < _ENOUGH_REQUESTS:
             return
         load = Load((observation.num_requests or 0) / observation.interval_s, *self._lengths)
         prefill, decode = self._engines["prefill"], self._engines["decode"]
         found = self.corrections
         if observation.ttft_ms and capacity.prefill_use(prefill, load, observation.prefill.num_ready) < _STEADY_USE:
             expected = capacity.expected_ttft_ms(prefill, load, observation.prefill.num_ready)
-            found.ttft = _smooth(found.ttft, _bounded(observation.ttft_ms / expected))
+            self._ttft_ratios.append(_bounded(observation.ttft_ms / expected))
+            found.ttft = sorted(self._ttft_ratios)[int(_TTFT_QUANTILE * len(self._ttft_ratios))]
         expected = capacity.expected_itl_ms(decode, load, observation.decode.num_ready)
         if observation.itl_ms and expected < math.inf:
             found.itl = _smooth(found.itl, _bounded(observation.itl_ms / expected))
 
-    def _learn_room(self, observation: Observation, is_steady: bool) -> None:
+    def _learn_room(self, observation: Observation, are_steady: Mapping[str, bool]) -> None:
         """What is missed although the sizes are right by the table: bursts within an interval, lengths of all kinds."""
         for stage, missed in (("prefill", observation.late_share), ("decode", observation.slow_share)):
             room = self.room[stage]
             if missed is None or missed <= _MISSED_SHARE:
                 self.room[stage] = room * 0.5 ** (observation.interval_s / _ROOM_HALF_LIFE_S)
-            elif is_steady and missed * (observation.num_requests or 0) >= _MISSED_REQUESTS:
+            elif are_steady[stage] and missed * (observation.num_requests or 0) >= _MISSED_REQUESTS:
                 self.room[stage] = min(room + 1, _MOST_ROOM)
 
     def _note_starts(self, observation: Observation, now: float) -> list[str]:
@@ -324,7 +330,7 @@ class WorkerPlanner:
         if final != allowed:
             reasons.append(f"within {self._settings.max_gpus} GPUs and bounds: {final[0]}+{final[1]}")
         for stage, before, after in zip(("prefill", "decode"), have, final, strict=True):
-            self._directions[stage].went(now, after - before)
+            self._directions[stage].went(now, after - before, self._is_idle)
         self._last = final
         return ScalingDecision(*final, "; ".join(reasons))
 

@@ -29,7 +29,7 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     start_s: Duration = 60.0  # until a worker that is asked for is ready
     ready_timeout_s: Duration = 600.0  # after which one that is not ready is told of
     reversal_s: Duration = 600.0  # at the least between two changes of direction, of each stage
-    down_window_s: Duration = 3600.0  # fewer workers only where all of it would have done with them
+    down_window_s: Duration = 7200.0  # fewer workers only where all of it would have done with them
     headroom: PositiveDuration = 1.1  # of the load that is sized for
 
     @property

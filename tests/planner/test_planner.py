@@ -211,6 +211,20 @@ def test_what_is_measured_corrects_the_table():
     assert slower[-1][1] > as_expected[-1][1]
 
 
+def test_prompts_that_wait_in_some_intervals_do_not_make_prefill_slow():
+    """Workers more would have no caches, prompts would take longer, and that would ask for more again."""
+    one = planner()
+    for number in range(1, 41):
+        ttft = 5000.0 if number % 3 == 0 else 120.0
+        decision = one.decide(seen(number * 60.0, 300, 3, 2, ttft=ttft), number * 60.0)
+    assert one.corrections.ttft < 1.2 and decision.prefill == 3
+
+
+def test_load_that_comes_back_finds_as_many_as_it_needed_before():
+    found = played(planner(), [1200] * 15 + [0] * 30 + [120] * 2)
+    assert found[-3] == (1, 1) and found[-1][0] == found[14][0] > 2
+
+
 def test_a_prediction_counts_until_workers_that_are_asked_for_are_there():
     class Asked(ConstantPredictor):
         def predict(self, steps=1):
