@@ -225,7 +225,8 @@ def test_a_batch_that_is_drafted_for_lands_each_step_and_others_are_started_ahea
         resident = HostResident.put_into(engine.core._parts)
         speculation = draft_known(engine, FEW, model.expect(FEW))
         assert engine.run([request(prompt) for prompt in FEW]) == model.expect(FEW)
-        assert num_accepted(engine.results.values()) > 6 * 48 / 2 and resident.num_ahead == 0
+        ahead = resident.num_ahead  # parts of prompts, and tokens behind which no draft has room
+        assert num_accepted(engine.results.values()) > 6 * 48 / 2 and ahead < 30
         speculation.lengths.is_hopeful = lambda plan, most: False
         assert engine.run([request(prompt) for prompt in FEW]) == model.expect(FEW)
-        assert resident.num_ahead > 20
+        assert resident.num_ahead - ahead > 30
