@@ -86,7 +86,14 @@ def test_the_environment_has_threads_devices_and_the_recipe(tmp_path):
     assert (result["OMP_NUM_THREADS"], result["OMP_WAIT_POLICY"]) == ("3", "PASSIVE")
     assert 0 < int(result["GOMP_SPINCOUNT"]) < 10_000  # a neighbor's cores are not held for long
     assert (result["CUDA_VISIBLE_DEVICES"], result["MY_SETTING"]) == ("4", "1")
+    assert (result["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], result["LRU_CACHE_CAPACITY"]) == ("128", "128")
     assert "PYTHONHOME" not in result
     assert result["PYTHONPATH"] == f"{CHECKOUT}:/lib"
     assert result["BIREME_RUN_DIR"] == str(tmp_path)
     assert msgspec.json.decode(result[RECIPE_VARIABLE], type=Recipe) == recipe
+
+
+def test_the_operator_s_number_of_kept_products_wins(tmp_path):
+    names = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
+    result = engine_environment(recipe_of(env={names[1]: "9"}), "decode", tmp_path, {names[0]: "1024"})
+    assert [result[name] for name in names] == ["1024", "9"]

@@ -294,3 +294,9 @@ def test_a_cpu_gets_the_dtype_that_it_has_instructions_for(monkeypatch, own, isa
     assert choose_dtype("bfloat16", config) == torch.bfloat16
     monkeypatch.setattr(cpu, "flags", lambda: frozenset({"avx2"}))
     assert choose_dtype("auto", config) == torch.float32
+
+
+def test_an_expert_s_rows_are_of_few_numbers_and_none_is_lost():
+    counts = [len(packed_linear._filled(torch.zeros(count, 2))) for count in range(1, 513)]
+    assert len(set(counts)) == 56 and all(0 <= more - count <= count / 8 for count, more in enumerate(counts, 1))
+    assert packed_linear._filled(torch.arange(17)[:, None])[:, 0].tolist() == [*range(17), 16]

@@ -135,7 +135,11 @@ def clamped(gate_up: Tensor, clamp: ClampedGate) -> Tensor:
 
 
 class Experts:
-    """Each token has some of them: rows are put in the experts' order, so that each computes its own at once."""
+    """Each token has some of them: rows are put in the experts' order, so that each computes its own at once.
+
+    Rows are repeated up to one of few numbers: oneDNN compiles a product for each number of rows that it meets, in half
+    a millisecond, and keeps as many as its cache holds.
+    """
 
     def __init__(self, mixture: Mixture, experts: list[GatedMlp]) -> None:
         router = mixture.router
@@ -151,9 +155,16 @@ class Experts:
         order = chosen.flatten().argsort()
         tokens = order // self._top_k
         rows = x[tokens].split(chosen.flatten().bincount(minlength=len(self._experts)).tolist())
-        found = torch.cat([expert(own) for expert, own in zip(self._experts, rows, strict=True) if len(own)])
+        parts = [(expert, own) for expert, own in zip(self._experts, rows, strict=True) if len(own)]
+        found = torch.cat([expert(_filled(own))[: len(own)] for expert, own in parts])
         total = torch.zeros(x.shape) if add_to is None else add_to.to(torch.float32, copy=True)
         return total.index_add_(0, tokens, found * shares.flatten()[order, None]).to(x.dtype)
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Return the rows, and the last one again up to the next of eight numbers an octave."""
+    more = -len(rows) % (1 << max(0, len(rows).bit_length() - 4))
+    return rows if more == 0 else torch.cat([rows, rows[-1:].expand(more, -1)])
 
 
 def make_mlp(ops: DecoderOps, layer: DecoderLayer, is_gelu: bool) -> GatedMlp | Experts:
