@@ -22,6 +22,8 @@ from bireme.launch.footprint.weight_files import WeightFiles
 _FLOAT_BYTES = 4
 GPU_CONTEXT_BYTES = 600 << 20
 KEPT_BYTES = 64 << 20  # of freed buffers, for the next step's: own_process.reuse_memory
+# Of what oneDNN compiles for a mixture, whose experts' numbers of rows fill its cache: engines/stub/environment.py.
+PRODUCT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,4 +166,7 @@ def _table_bytes(shape: DecoderShape, limits: EngineLimits) -> int:
 def _step_bytes(shape: DecoderShape, limits: EngineLimits, dtype: str, has_decoder: bool, is_gpu: bool) -> int:
     on = StepWidths(limits.max_num_tokens, limits.max_seq_len, limits.max_batch_size, dtypes.ITEM_BYTES[dtype])
     step = packed_step(shape, on) if has_decoder and not is_gpu else modules_step(shape, on, is_gpu)
-    return step if is_gpu else step + min(2 * step, KEPT_BYTES)
+    if is_gpu:
+        return step
+    products = PRODUCT_BYTES if shape.num_experts and dtype == "bfloat16" else 0
+    return step + min(2 * step, KEPT_BYTES) + products
