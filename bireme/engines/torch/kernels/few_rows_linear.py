@@ -14,8 +14,8 @@ from torch import Tensor
 from bireme.engines.torch.kernels.from_fp8 import as_bfloat16
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.paged_decode import precision
-from bireme.engines.torch.kernels.row_wise import activated
-from bireme.engines.torch.storage import Weight, parts_of
+from bireme.engines.torch.kernels.tiles import result_of, store_result, stored_how
+from bireme.engines.torch.storage import Fp8Weight, parts_of
 
 MOST_ROWS = 32
 
@@ -79,19 +79,13 @@ def _rows_kernel(
     if IS_SCALED and not BLOCK:
         result *= tl.load(scales + n, n < N, 0.0)[:, None]
         gated *= tl.load(scales + IS_GATED * N + n, n < N, 0.0)[:, None]
-    if HAS_BIAS:
-        result += tl.load(bias + n, n < N, 0.0).to(tl.float32)[:, None]
-    if IS_GATED:
-        result = activated(result, IS_GELU) * gated
-    to = out + m[None, :] * N + n[:, None]
-    if IS_ADDED:
-        result += tl.load(to, is_row & is_own, 0.0).to(tl.float32)
-    tl.store(to, result.to(out.dtype.element_ty), is_row & is_own)
+    to, is_there = out + m[None, :] * N + n[:, None], is_row & is_own
+    store_result(result, gated, bias + n[:, None], is_row, to, is_there, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
 
 
 def few_rows_linear(
     x: Tensor,
-    weight: Weight,
+    weight: Tensor | Fp8Weight,
     is_gated: bool = False,
     is_gelu: bool = False,
     add_to: Tensor | None = None,
@@ -103,8 +97,7 @@ def few_rows_linear(
     GELU. `add_to` (rows, N) is what the result is added to, in place.
     """
     rows, size = x.shape
-    width = len(weight) // 2 if is_gated else len(weight)
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    width, out = result_of(x, weight, is_gated, add_to)
     values, scales, block = parts_of(weight)
     tile_k = min((128 if is_gated else 256) * 2 // x.dtype.itemsize, max(16, triton.next_power_of_2(size)))
     if block:
@@ -124,13 +117,10 @@ def few_rows_linear(
         BLOCK=block,
         IS_SCALED=scales is not None,
         IS_GPU=x.is_cuda and x.dtype is torch.bfloat16,
-        HAS_BIAS=bias is not None,
-        IS_GATED=is_gated,
-        IS_GELU=is_gelu,
-        IS_ADDED=add_to is not None,
         PRECISION=precision(x.dtype),
         num_warps=4,
         num_stages=4 if is_gated else 3,
+        **stored_how(bias, is_gated, is_gelu, add_to),
         **chain(x),
     )
     return out

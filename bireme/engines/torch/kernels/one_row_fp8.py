@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
-from bireme.engines.torch.kernels.row_wise import activated
+from bireme.engines.torch.kernels.tiles import four, result_of, store_result, stored_how
 from bireme.engines.torch.storage import BLOCK, Fp8Weight, parts_of
 
 
@@ -70,27 +70,6 @@ def _scaled(result, at, is_there, IS_SCALED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _with(result, at, is_there, IS_ADDED: tl.constexpr) -> tl.tensor:
-    if IS_ADDED:
-        result += tl.load(at, is_there, 0.0).to(tl.float32)
-    return result
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _four(x, j, is_there, IS_BF16: tl.constexpr):
-    """Return x[4 j], x[4 j + 1] and so on as float32."""
-    if IS_BF16:
-        words = tl.load(x.to(tl.pointer_type(tl.int64)) + j, is_there, 0)
-        low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
-        a, b = (low << 16).to(tl.float32, bitcast=True), (low & -65536).to(tl.float32, bitcast=True)
-        c, d = (high << 16).to(tl.float32, bitcast=True), (high & -65536).to(tl.float32, bitcast=True)
-    else:
-        a, b = tl.load(x + 4 * j, is_there, 0.0), tl.load(x + 4 * j + 1, is_there, 0.0)
-        c, d = tl.load(x + 4 * j + 2, is_there, 0.0), tl.load(x + 4 * j + 3, is_there, 0.0)
-    return a, b, c, d
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _fp8_kernel(
     x,  # (K,)
     weight,  # (N, K / 4) words, gated: (2 N, K / 4)
@@ -109,7 +88,6 @@ def _fp8_kernel(
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
     IS_ADDED: tl.constexpr,
-    IS_BF16: tl.constexpr,
     IS_GPU: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -127,10 +105,10 @@ def _fp8_kernel(
     squares = tl.zeros([TILE_J], tl.float32)
     for begin in range(0, J, TILE_J):
         is_there = begin + j < J
-        x0, x1, x2, x3 = _four(x, begin + j, is_there, IS_BF16)
+        x0, x1, x2, x3 = four(x, begin + j, is_there)
         if HAS_NORM:
             squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
-            f0, f1, f2, f3 = _four(norm, begin + j, is_there, IS_BF16)
+            f0, f1, f2, f3 = four(norm, begin + j, is_there)
             x0, x1, x2, x3 = x0 * f0, x1 * f1, x2 * f2, x3 * f3
         if begin > 0:
             w = tl.load(at + begin, is_row & is_there[None, :], 0)
@@ -151,11 +129,8 @@ def _fp8_kernel(
     if HAS_NORM:
         scale = 1 / tl.sqrt(tl.sum(squares, 0) / K + eps)
     result = _scaled(tl.sum(sums, 1) * scale, scales + n, n < N, BLOCK == 0)
-    if IS_GATED:
-        result = activated(result, IS_GELU) * _scaled(tl.sum(ups, 1) * scale, scales + N + n, n < N, BLOCK == 0)
-    result = _with(result, bias + n, n < N, HAS_BIAS)
-    result = _with(result, out + n, n < N, IS_ADDED)
-    tl.store(out + n, result.to(out.dtype.element_ty), n < N)
+    gated = _scaled(tl.sum(ups, 1) * scale, scales + IS_GATED * N + n, n < N, BLOCK == 0)
+    store_result(result, gated, bias + n, n < N, out + n, n < N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
 
 
 def one_row_fp8(
@@ -170,8 +145,7 @@ def one_row_fp8(
 ) -> Tensor:
     """x (1, K), weight (N, K), K a multiple of four -> (1, N), as `one_row_linear`. The row is taken as it is."""
     size = x.shape[1]
-    width = len(weight) // 2 if is_gated else len(weight)
-    out = torch.empty(1, width, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    width, out = result_of(x, weight, is_gated, add_to)
     values, scales, block = parts_of(weight)
     tile_n, tile_j, num_warps = _tiles(width, size // 4, is_gated)
     _fp8_kernel[(triton.cdiv(width, tile_n),)](
@@ -187,14 +161,10 @@ def one_row_fp8(
         TILE_N=tile_n,
         TILE_J=tile_j,
         BLOCK=block,
-        HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
-        IS_GATED=is_gated,
-        IS_GELU=is_gelu,
-        IS_ADDED=add_to is not None,
-        IS_BF16=x.dtype is torch.bfloat16 and (norm is None or norm.dtype is torch.bfloat16),
         IS_GPU=x.is_cuda,
         num_warps=num_warps,
+        **stored_how(bias, is_gated, is_gelu, add_to),
         **chain(x),
     )
     return out

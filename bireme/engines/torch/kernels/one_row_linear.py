@@ -7,13 +7,12 @@ while the row is multiplied. For more rows cuBLAS is quicker than what Triton's 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
-from bireme.engines.torch.kernels.row_wise import activated
+from bireme.engines.torch.kernels.tiles import result_of, store_result, stored_how
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -63,13 +62,7 @@ def _linear_kernel(
     if HAS_NORM:
         scale = 1 / tl.sqrt(tl.sum(squares, 0) / K + eps)
         result, gated = result * scale, gated * scale
-    if HAS_BIAS:
-        result += tl.load(bias + n, n < N, 0.0).to(tl.float32)
-    if IS_GATED:
-        result = activated(result, IS_GELU) * gated
-    if IS_ADDED:
-        result += tl.load(out + n, n < N, 0.0).to(tl.float32)
-    tl.store(out + n, result.to(out.dtype.element_ty), n < N)
+    store_result(result, gated, bias + n, n < N, out + n, n < N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
 
 
 def one_row_linear(
@@ -89,30 +82,25 @@ def one_row_linear(
     silu(gate) * up, or with tanh's approximation of GELU. `add_to` (1, N) is what the result is added to, in place.
     """
     size = x.shape[1]
-    width = len(weight) // 2 if is_gated else len(weight)
-    if out is None:
-        out = torch.empty(1, width, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    width, made = result_of(x, weight, is_gated, add_to if out is None else out)
     tile_n, tile_k, num_warps = _tiles(width, size, is_gated)
     _linear_kernel[(triton.cdiv(width, tile_n),)](
         x,
         weight,
         weight if bias is None else bias,
         weight if norm is None else norm,
-        out,
+        made,
         eps,
         width,
         K=size,
         TILE_N=tile_n,
         TILE_K=tile_k,
-        HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
-        IS_GATED=is_gated,
-        IS_GELU=is_gelu,
-        IS_ADDED=add_to is not None,
         num_warps=num_warps,
+        **stored_how(bias, is_gated, is_gelu, add_to),
         **chain(x),
     )
-    return out
+    return made
 
 
 def _tiles(width: int, size: int, is_gated: bool) -> tuple[int, int, int]:
