@@ -94,9 +94,9 @@ class Modules:
             self._make_step = partial(KernelStep, flash=flash or FlashAttention(), scales=store.scales)
 
     @property
-    def first_layer(self) -> Any:
+    def layers(self) -> Any:
         """Of a decoder as Llama's."""
-        return self._model.model.layers[0]
+        return self._model.model.layers
 
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
