@@ -42,10 +42,11 @@ _TRTLLM_STAGES = Rule("refused", "TensorRT-LLM stages KV itself; remove it", ("a
 Staging = Annotated[StagingChoice, Engines(trtllm=_TRTLLM_STAGES)]
 
 
-_FP8 = Rule(
+_FEW_BITS = Rule(
     "refused",
-    "8-bit floats are kept here; set FP8, FP8_PER_CHANNEL_PER_TOKEN or FP8_BLOCK_SCALES, or remove it",
-    ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES"),
+    "8-bit floats and 4-bit integers are kept here; set FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_BLOCK_SCALES, W4A16_AWQ or"
+    " W4A16_GPTQ, or remove it",
+    ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES", "W4A16_AWQ", "W4A16_GPTQ"),
 )
 
 
@@ -53,8 +54,9 @@ class QuantConfig(Settings, frozen=True, kw_only=True):
     """How weights are stored, by TensorRT-LLM's names."""
 
     # The layers' projections are rounded to 8-bit floats when they are loaded: with one scale for each (FP8), for each
-    # of its output channels, or for a block of 128 x 128. None: they are what the checkpoint has
-    quant_algo: Annotated[str | None, Engines(torch=_FP8, mocker=HARMLESS)] = None
+    # of its output channels, or for a block of 128 x 128. W4A16_AWQ and W4A16_GPTQ say what a quantized checkpoint is,
+    # or what load_format dummy makes. None: they are what the checkpoint has
+    quant_algo: Annotated[str | None, Engines(torch=_FEW_BITS, mocker=HARMLESS)] = None
 
 
 _OTHER_DRAFTS = "drafts come of NGram here; set decoding_type: NGram, remove speculative_config, or use engine: trtllm"

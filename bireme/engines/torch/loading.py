@@ -14,12 +14,13 @@ from bireme.engines.base import EngineContext, RequestKey
 from bireme.engines.torch.forward.opening import (
     StepModel,
     add_graphs,
-    check_form,
     check_kv,
+    kv_model,
     open_forward,
     open_model,
 )
 from bireme.engines.torch.forward.warmup import warm_up
+from bireme.engines.torch.forward.weight_form import choose_form
 from bireme.engines.torch.geometry import group_layers
 from bireme.engines.torch.images.picture_side import PictureSide, open_pictures
 from bireme.engines.torch.pools.block_mover import BlockMover
@@ -43,6 +44,7 @@ from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
 from bireme.kv.blocks.block_pool import DEFAULT_PRIORITY
 from bireme.kv.blocks.disk_blocks import DiskBlocks
 from bireme.kv.blocks.events import EventBuffer
+from bireme.kv.transfer.base import KvLayout
 from bireme.kv.wire.event_wire import WorkerPrices
 from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
@@ -61,9 +63,8 @@ class LoadedEngine:
         torch.set_num_threads(context.num_threads)
         # cuDNN's attention makes a plan for every shape, 30 to 40 ms of host time each.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        setup = settle(context, post)
+        setup = settle(context, post, choose_form)
         check_kv(setup)
-        check_form(setup)
         phases.end("checkpoint")
         self.weights = _load_weights(setup)
         phases.end("weights")
@@ -73,6 +74,8 @@ class LoadedEngine:
         store, manager = _open_pools(setup, model, self.weights.num_bytes)
         phases.end("pools")
         forward = open_forward(setup, model, store, manager, self.weights.is_shared)
+        layout = store.layout(kv_model(setup, forward))
+        manager.rename(layout.identity)
         phases.end("decoder")
         warm_up(forward, manager, store, setup.limits)
         phases.end("warm_up")
@@ -127,7 +130,7 @@ class LoadedEngine:
                 steps=context.steps,
             )
         )
-        _start_transfer(setup, store)
+        _start_transfer(setup, store, layout)
         setup.findings.keep()
         self.step_times.start(costs)
         self._costs, self._stage, self._transfer = costs, context.stage, context.transfer
@@ -216,7 +219,6 @@ def _open_pools(setup: Setup, model: StepModel, shared_bytes: int) -> tuple[KvSt
     manager = BlockManager(
         [GroupSpec(group.window, count, below) for group, count, below in zip(groups, num_blocks, lower, strict=True)],
         limits.tokens_per_block,
-        model=store.layout(setup.checkpoint.digest).identity,
         enable_reuse=cache.enable_block_reuse,
         events=EventBuffer(cache.event_buffer_max_size) if cache.event_buffer_max_size else None,
         # Two steps' worth: copies of the one are made during the other.
@@ -246,7 +248,7 @@ def _open_step_times(setup: Setup) -> StepTimesFile:
     return StepTimesFile(path, setup.device, weights, msgspec.json.encode(setup.config))
 
 
-def _start_transfer(setup: Setup, store: KvStore) -> None:
+def _start_transfer(setup: Setup, store: KvStore, layout: KvLayout) -> None:
     context = setup.context
     if context.transfer is None:
         return
@@ -258,7 +260,7 @@ def _start_transfer(setup: Setup, store: KvStore) -> None:
 
         store.copies.on_change = tell
         tell()
-    context.transfer.start(store.layout(setup.checkpoint.digest), store)
+    context.transfer.start(layout, store)
 
 
 def _capacity(

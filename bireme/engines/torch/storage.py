@@ -1,21 +1,25 @@
-"""What weights are stored in: a tensor of the dtype that the model computes in, or 8-bit floats with scales.
+"""What weights are stored in: a tensor of the dtype that the model computes in, 8-bit floats, or integers of 4 bits.
 
 E4M3 has four bits of exponent and three of mantissa, values up to 448 (Micikevicius et al., "FP8 Formats for Deep
 Learning", 2022). Scales are of output channels, or of blocks of 128 x 128 as in DeepSeek-V3 (arXiv 2412.19437, 3.3).
 Products of few rows take activations as they are; those of more rows round them to E4M3 as well, with a scale a row,
 or with blocks one for each 128 values of a row. Those scales are found when they are rounded.
+
+Integers of 4 bits have a scale and a zero point for each group of a row's inputs, as AWQ (arXiv 2306.00978) and GPTQ
+(arXiv 2210.17323) make them. Activations are taken as they are.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-BLOCK = 128
+BLOCK = 128  # of 8-bit floats that share a scale, in each direction
+PLANE = 128  # of 4-bit integers: those that lie in the low halves of as many bytes, the next ones in the high halves
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 1e-12  # of what scales are made from: zeros have one, too
@@ -31,10 +35,36 @@ class WeightForm(enum.StrEnum):
     PLAIN = enum.auto()  # the dtype that the model computes in
     FP8_CHANNEL = enum.auto()
     FP8_BLOCKS = enum.auto()
+    INT4_GROUPS = enum.auto()
     Q4_0 = enum.auto()  # ggml's blocks, on a CPU
     Q4_1 = enum.auto()
     Q8_0 = enum.auto()
     MXFP4 = enum.auto()  # experts alone: the other projections are plain
+
+
+FORMS = {  # by TensorRT-LLM's names (QuantAlgo)
+    "FP8": WeightForm.FP8_CHANNEL,  # one scale, repeated
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightForm.FP8_CHANNEL,
+    "FP8_BLOCK_SCALES": WeightForm.FP8_BLOCKS,
+    "W4A16_AWQ": WeightForm.INT4_GROUPS,
+    "W4A16_GPTQ": WeightForm.INT4_GROUPS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAs:
+    """How the projections of a model's layers are stored."""
+
+    algo: str  # of FORMS
+    group: int = 0  # of 4-bit integers: inputs that share a scale; 0: all of a row
+    scales: torch.dtype = torch.float32
+
+    @property
+    def form(self) -> WeightForm:
+        return FORMS[self.algo]
+
+    def __str__(self) -> str:
+        return f"{self.algo} {self.group} {self.scales}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +89,16 @@ class Fp8Weight:
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"values": self.values, "scales": self.scales}
+
+    def rows(self, begin: int, end: int) -> Fp8Weight:
+        """Return a view of these rows, which with blocks begin with one."""
+        if self.scales.dim() == 2:
+            return Fp8Weight(self.values[begin:end], self.scales[begin // BLOCK : -(-end // BLOCK)])
+        return Fp8Weight(self.values[begin:end], self.scales[begin:end])
+
     def dequantized(self) -> Tensor:
         """Return (N, K) float32."""
         rows, columns = self.values.shape
@@ -66,6 +106,49 @@ class Fp8Weight:
             return self.values.float() * self.scales[:, None]
         scales = self.scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
         return self.values.float() * scales
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """(N, K): (value - zero) * scale, of the input's group."""
+
+    values: Tensor  # (N, K / 2) uint8, K rounded up to 256: `packed` says in which order
+    scales: Tensor  # (N, K / group) float16, bfloat16 or float32
+    zeros: Tensor  # (N, K / group) uint8
+    size: int  # K
+
+    form = WeightForm.INT4_GROUPS
+
+    @property
+    def group(self) -> int:
+        """Return the inputs that share a scale."""
+        return int(self.size // self.scales.shape[1])
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.values), self.size))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"values": self.values, "scales": self.scales, "zeros": self.zeros}
+
+    def rows(self, begin: int, end: int) -> Int4Weight:
+        """Return a view of these rows."""
+        return Int4Weight(self.values[begin:end], self.scales[begin:end], self.zeros[begin:end], self.size)
+
+    def dequantized(self) -> Tensor:
+        """Return (N, K) float32."""
+        pairs = self.values.view(len(self), -1, 1, PLANE)
+        values = torch.cat([pairs & 15, pairs >> 4], 2).view(len(self), -1)[:, : self.size].float()
+        groups = values.reshape(len(self), -1, self.group)
+        return ((groups - self.zeros[..., None].float()) * self.scales[..., None].float()).view(len(self), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +184,23 @@ class Mxfp4Weight:
         return torch.ldexp(values, exponents.int()[..., None] - _E8M0_BIAS).view(len(codes), -1)
 
 
-Weight: TypeAlias = Tensor | Fp8Weight | Mxfp4Weight
+StoredWeight: TypeAlias = Fp8Weight | Int4Weight
+Weight: TypeAlias = Tensor | StoredWeight | Mxfp4Weight
+_Stored = TypeVar("_Stored", Fp8Weight, Int4Weight)
+
+
+def packed(values: Tensor) -> Tensor:
+    """Return integers of 4 bits (N, K) as bytes (N, K / 2), K rounded up to 256.
+
+    Of 256 values a byte has one of the first 128 in its low half and one of the others in its high half: what is read
+    at once is of one group, and next to each other in memory.
+    """
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (2 * PLANE))).view(len(values), -1, 2, PLANE)
+    return (padded[:, :, 0] | (padded[:, :, 1] << 4)).reshape(len(values), -1)
+
+
+def with_tensors(weight: _Stored, **tensors: Tensor) -> _Stored:
+    return replace(weight, **tensors)
 
 
 def form_of(weight: Weight) -> WeightForm:
@@ -114,7 +213,7 @@ def plain(weight: Weight) -> Tensor:
     return weight
 
 
-def parts_of(weight: Weight) -> tuple[Tensor, Tensor | None, int]:
+def parts_of(weight: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None, int]:
     """Return what kernels take: values, scales, and the size of blocks (0: none)."""
     if not isinstance(weight, Fp8Weight):
         return plain(weight), None, 0
@@ -123,7 +222,7 @@ def parts_of(weight: Weight) -> tuple[Tensor, Tensor | None, int]:
 
 def rounds_activations(form: WeightForm, rows: int) -> bool:
     """Whether the product of so many rows rounds them to E4M3."""
-    return form is not WeightForm.PLAIN and rows > MOST_EXACT_ROWS
+    return form in (WeightForm.FP8_CHANNEL, WeightForm.FP8_BLOCKS) and rows > MOST_EXACT_ROWS
 
 
 def rounded(x: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:

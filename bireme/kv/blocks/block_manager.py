@@ -89,6 +89,10 @@ class BlockManager:
         self._promised = [0] * len(self.groups)  # reserved and not held yet
         self._claimed = [0] * len(self.groups)  # reserved or held, whichever is more, shared blocks as often as held
 
+    def rename(self, model: str) -> None:
+        """Have blocks from now on named by another model, whose KV is not the one's before."""
+        self._model = model
+
     @property
     def num_blocks(self) -> int:
         return sum(pool.num_blocks for pool in self.pools)

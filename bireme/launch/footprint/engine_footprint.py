@@ -20,6 +20,7 @@ from bireme.launch.footprint.step_bytes import StepWidths, modules_step, packed_
 from bireme.launch.footprint.weight_files import WeightFiles
 
 _FLOAT_BYTES = 4
+_INT4_BYTES = 0.5 + 3 / 128  # with a scale and a zero point for each group
 GPU_CONTEXT_BYTES = 600 << 20
 KEPT_BYTES = 64 << 20  # of freed buffers, for the next step's: own_process.reuse_memory
 # Of what oneDNN compiles for a mixture, whose experts' numbers of rows fill its cache: engines/stub/environment.py.
@@ -141,7 +142,9 @@ class EngineSizes:
 
     def _rounded_bytes(self, size: int) -> int:
         """Return what quant_config saves on a GPU of weights of so many bytes each."""
-        return self.parameters.products * (size - 1) if self.config.quant_config.quant_algo else 0
+        algo = self.config.quant_config.quant_algo
+        own = _INT4_BYTES if algo and algo.startswith("W4A16") else 1.0
+        return round(self.parameters.products * (size - own)) if algo else 0
 
 
 def _namespace(text: ConfigFields) -> SimpleNamespace:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch.kernels import few_rows_linear, one_row_fp8, rounded_linear, row_wise
 from bireme.engines.torch.storage import BLOCK, Fp8Weight, WeightForm, form_of, restored, rounded, rounds_activations
-from bireme.engines.torch.weights.fp8 import _round
+from bireme.engines.torch.weights.stored_linear import round_into as _round
 from tests.engines.torch import kernel_references as references
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -141,6 +141,14 @@ def test_a_dtype_in_the_recipe_has_them_dequantized(tmp_path):
         assert engine.capacity.step_paths == ("packed",) and decoder_of(engine).form == "plain"
 
 
+def test_kv_of_kept_blocks_is_not_that_of_dequantized_ones(tmp_path):
+    file, roots = str(models.save(tmp_path, "llama", KINDS[0])), []
+    for dtype in ("auto", "auto", "float32"):
+        with Harness(file, max_num_tokens=24, dtype=dtype) as engine:
+            roots.append(engine.manager.open().root)
+    assert roots[0] == roots[1] != roots[2]
+
+
 def test_without_a_compiler_they_are_dequantized(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from bireme.engines.torch.images.vision_tower import load_vision_tower
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
-from bireme.engines.torch.weights.quantized.methods import METHODS
+from bireme.engines.torch.weights.quantized.methods import METHODS, form_named
 from bireme.engines.torch.weights.shared_weights import weights_id
 from tests.engines.torch import picture_models, tiny_models
 from tests.engines.torch.quantized_checkpoints import LAYOUTS, Layout, rewrite, write
@@ -121,12 +121,12 @@ def test_the_log_tells_before_the_load_what_is_read_and_what_it_takes(tmp_path, 
     assert f"read_mib={stored >> 20} model_mib={took >> 20} dtype=float32 ignored_scales=63" in caplog.text
 
 
-def test_random_weights_of_a_quantized_model_are_plain(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
+def test_random_weights_of_a_quantized_model_are_plain_unless_a_form_is_chosen(tmp_path):
     path, plain = write(tmp_path, LAYOUTS["fbgemm"])
     Path(path, "model.safetensors").unlink()
-    model = read_model(open_checkpoint(path, load_format="dummy"), "float32", CPU)
+    checkpoint = open_checkpoint(path, load_format="dummy")
+    model = read_model(checkpoint, "float32", CPU)
     assert {name: weight.shape for name, weight in model.named_parameters()} == {
         name: weight.shape for name, weight in plain.named_parameters()
     }
-    assert "weights_are_plain quant_method=fbgemm_fp8" in caplog.text
+    assert form_named(checkpoint.told).algo == "FP8_PER_CHANNEL_PER_TOKEN" and checkpoint.stored_as is None

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bireme.engines.torch.geometry import ClampedGate, Mixture, Rotary, TopKRouter
-from bireme.engines.torch.storage import Fp8Weight, Weight, WeightForm, form_of
+from bireme.engines.torch.storage import Weight, WeightForm, form_of, with_tensors
 from bireme.engines.torch.weights.architectures import FAMILIES
-from bireme.engines.torch.weights.fp8 import Fp8Linear
+from bireme.engines.torch.weights.stored_linear import StoredLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +174,16 @@ def _rotary(attention: Any, cos_sin: Tensor, is_gemma: bool) -> Rotary:
 
 def _join(parts: Sequence[Any]) -> Weight:
     """Return the parts' weights as one matrix, of which they keep views."""
-    if any(isinstance(part, Fp8Linear) for part in parts):
+    if any(isinstance(part, StoredLinear) for part in parts):
         stored = [part.stored for part in parts]
-        values, scales = (_one([getattr(own, name) for own in stored]) for name in ("values", "scales"))
-        return Fp8Weight(values, scales)
+        joined = {name: _one([own.tensors[name] for own in stored]) for name in stored[0].tensors}
+        return with_tensors(stored[0], **joined)
     weights = [part.weight.detach() for part in parts]
-    joined = _one(weights)
-    if joined.data_ptr() != weights[0].data_ptr():
-        for part, own in zip(parts, joined.split([len(weight) for weight in weights]), strict=True):
+    whole = _one(weights)
+    if whole.data_ptr() != weights[0].data_ptr():
+        for part, own in zip(parts, whole.split([len(weight) for weight in weights]), strict=True):
             part.weight.data = own
-    return joined
+    return whole
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:

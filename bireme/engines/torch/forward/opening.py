@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,8 @@ from bireme.engines.torch.forward.warmup import FirstPasses, check_mixed, check_
 from bireme.engines.torch.geometry import EngineLimits, KvScales, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.storage import WeightForm
-from bireme.engines.torch.weights.architectures import FAMILIES
 from bireme.engines.torch.weights.limits import check_kv_dtype, narrow_windows
 from bireme.engines.torch.weights.setup import Setup
-from bireme.engines.torch.weights.shared_weights import make_skeleton
 from bireme.errors import ConfigError
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.sampler import DrawRows
@@ -86,23 +85,6 @@ def check_kv(setup: Setup) -> None:
         raise ConfigError(f"kv_cache_config.dtype: 'fp8' on engine torch: {why}; set auto, or use engine: trtllm")
 
 
-def check_form(setup: Setup) -> None:
-    """Raise ConfigError where weights are to be 8-bit floats and no decoder here reads them, before they are loaded."""
-    if not setup.checkpoint.quant_algo:
-        return
-    name = setup.checkpoint.name
-    if not kernels.is_usable(setup.device):
-        raise _refused(setup, "a CPU, or a GPU without triton, has no products of 8-bit floats")
-    if name not in FAMILIES:
-        raise _refused(setup, f"{name} is not one of {', '.join(sorted(FAMILIES))}")
-    make_skeleton(setup.checkpoint, setup.config.dtype)  # of whose projections' shapes it complains
-
-
-def _refused(setup: Setup, why: str) -> ConfigError:
-    algo = setup.checkpoint.quant_algo
-    return ConfigError(f"quant_config.quant_algo: {algo!r} on engine torch: {why}; remove it, or use engine: trtllm")
-
-
 def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positions: bool) -> StepModel:
     """Find out how its layers attend, and choose its decoder. Raises ConfigError."""
     cache, device = setup.config.kv_cache_config, setup.device
@@ -116,8 +98,8 @@ def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positi
         logger.warning("kernels_off reason=triton is not installed: attention copies each step's whole context")
     aim = StepPath.FUSED if uses_kernels else StepPath.MODULES if device.type == "cuda" else StepPath.PACKED
     if obstacle := "the model takes pictures" if takes_pictures else why_not_fused(modules):
-        if setup.checkpoint.quant_algo:
-            raise _refused(setup, obstacle)
+        if setup.checkpoint.stored_as is not None:
+            raise ConfigError(f"weights stored as {setup.checkpoint.stored_as.algo}: {obstacle}")
         logger.info("fused_off reason=%s", obstacle)
         aim = StepPath.MODULES
     fused = fuse(modules, setup.limits.max_seq_len) if aim is StepPath.FUSED else None
@@ -148,6 +130,14 @@ def open_forward(setup: Setup, model: StepModel, store: KvStore, manager: BlockM
     if isinstance(forward.decoder, PackedDecoder) and not is_shared:
         _pack(setup, model, forward, forward.decoder)
     return forward
+
+
+def kv_model(setup: Setup, forward: Forward) -> str:
+    """Return the digest that the engine's KV is named by. Blocks that stay make other KV than what they stand for."""
+    digest = setup.checkpoint.digest
+    if StepPath.QUANTIZED not in forward.paths:
+        return digest
+    return hashlib.sha256(f"{digest} {forward.form}".encode()).hexdigest()
 
 
 def _pack(setup: Setup, model: StepModel, forward: Forward, decoder: PackedDecoder) -> None:

@@ -6,8 +6,11 @@
 | plain | 2 to 32, in decode steps | FewRows | kernels/few_rows_linear.py, and cuBLAS's | as they are |
 | plain | others | ManyRows | cuBLAS's | as they are |
 | fp8_channel, fp8_blocks | 1, anywhere | OneRow | kernels/one_row_fp8.py, norms and gate within | as they are |
-| the same | 2 to 16 | FewFp8Rows | kernels/few_rows_linear.py | as they are |
+| the same | 2 to 16 | FewStoredRows | kernels/few_rows_linear.py | as they are |
 | the same | more | RoundedRows | kernels/rounded_linear.py: torch's, or ours | rounded by norm and gate |
+| int4_groups | 1, anywhere | OneRow | kernels/int4_linear.py, norms and gate within | as they are |
+| the same | 2 to 512 | FewStoredRows | kernels/int4_linear.py | as they are |
+| the same | more | ManyRows | cuBLAS's, with a matrix that is made plain for it | as they are |
 
 Embeddings, norms, routers and the head are plain in every form.
 """
@@ -21,12 +24,14 @@ from torch import Tensor
 
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
+from bireme.engines.torch.kernels.int4_linear import MOST_ROWS as MOST_INT4_ROWS
+from bireme.engines.torch.kernels.int4_linear import few_rows_int4, one_row_int4, plain_weight
 from bireme.engines.torch.kernels.mixture import add_experts
 from bireme.engines.torch.kernels.one_row_fp8 import one_row_fp8
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rounded_linear import rounded_linear
 from bireme.engines.torch.kernels.row_wise import gate, rms_norm, rounded_gate, rounded_rows
-from bireme.engines.torch.storage import Fp8Weight, Weight, WeightForm, plain, rounds_activations
+from bireme.engines.torch.storage import Fp8Weight, Int4Weight, Weight, WeightForm, plain, rounds_activations
 
 
 def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) -> ManyRows:
@@ -35,9 +40,11 @@ def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) ->
     `is_decode`: a step of ResidentDecode, whose rows are few more often than not.
     """
     rows, kind = len(x), ManyRows
-    if weights.form is not WeightForm.PLAIN:
-        few = OneRow if rows == 1 else FewFp8Rows
-        kind = RoundedRows if rounds_activations(weights.form, rows) else few
+    if rounds_activations(weights.form, rows):
+        kind = RoundedRows
+    elif weights.form is not WeightForm.PLAIN:
+        is_few = weights.form is not WeightForm.INT4_GROUPS or rows <= MOST_INT4_ROWS
+        kind = OneRow if rows == 1 else FewStoredRows if is_few else ManyRows
     elif is_decode and rows <= MOST_ROWS:
         kind = OneRow if rows == 1 else FewRows
     return kind(weights, x)
@@ -51,7 +58,8 @@ class ManyRows:
 
     def qkv(self, layer: DecoderLayer) -> Tensor:
         """Return queries, keys and values (R, (H + 2 N) K)."""
-        return F.linear(rms_norm(self._x, layer.attention_norm, self._eps), plain(layer.qkv), layer.qkv_bias)
+        normed = rms_norm(self._x, layer.attention_norm, self._eps)
+        return F.linear(normed, self._plain(layer.qkv), layer.qkv_bias)
 
     def add_output(self, layer: DecoderLayer, attended: Tensor) -> None:
         """Add to the rows what the layer's output projection makes of attended (R, H K)."""
@@ -70,15 +78,19 @@ class ManyRows:
         return self._x
 
     def _inner(self, layer: DecoderLayer) -> Tensor:
-        return gate(F.linear(rms_norm(self._x, layer.mlp_norm, self._eps), plain(layer.gate_up)), self._is_gelu)
+        normed = rms_norm(self._x, layer.mlp_norm, self._eps)
+        return gate(F.linear(normed, self._plain(layer.gate_up)), self._is_gelu)
 
     def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         if post_norm is not None:
-            rms_norm(F.linear(inner, plain(weight), bias), post_norm, self._eps, self._x)
+            rms_norm(F.linear(inner, self._plain(weight), bias), post_norm, self._eps, self._x)
         elif bias is not None:
-            self._x += F.linear(inner, plain(weight), bias)
+            self._x += F.linear(inner, self._plain(weight), bias)
         else:
-            self._x.addmm_(inner, plain(weight).t())
+            self._x.addmm_(inner, self._plain(weight).t())
+
+    def _plain(self, weight: Weight) -> Tensor:
+        return plain_weight(weight, self._x.dtype) if isinstance(weight, Int4Weight) else plain(weight)
 
 
 class FewRows(ManyRows):
@@ -89,10 +101,10 @@ class FewRows(ManyRows):
 
     def _inner(self, layer: DecoderLayer) -> Tensor:
         normed = rms_norm(self._x, layer.mlp_norm, self._eps)
-        return few_rows_linear(normed, layer.gate_up, True, self._is_gelu)
+        return _few_rows(normed, layer.gate_up, True, self._is_gelu)
 
     def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None, bias: Tensor | None) -> Tensor:
-        return few_rows_linear(inner, weight, add_to=add_to, bias=bias)
+        return _few_rows(inner, weight, add_to=add_to, bias=bias)
 
     def _add_few(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         add_to = self._x if post_norm is None else None
@@ -116,10 +128,10 @@ class OneRow(FewRows):
         self._add_few(inner, weight, post_norm, bias)
 
 
-class FewFp8Rows(FewRows):
+class FewStoredRows(FewRows):
     def qkv(self, layer: DecoderLayer) -> Tensor:
         normed = rms_norm(self._x, layer.attention_norm, self._eps)
-        return few_rows_linear(normed, layer.qkv, bias=layer.qkv_bias)
+        return _few_rows(normed, layer.qkv, bias=layer.qkv_bias)
 
     def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         self._add_few(inner, weight, post_norm, bias)
@@ -169,6 +181,14 @@ class RoundedRows(ManyRows):
 
 
 def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
+    if isinstance(weight, Int4Weight):
+        return one_row_int4(x, weight, *given, **how)
     if isinstance(weight, Fp8Weight):
         return one_row_fp8(x, weight, *given, **how)
     return one_row_linear(x, plain(weight), *given, **how)
+
+
+def _few_rows(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
+    if isinstance(weight, Int4Weight):
+        return few_rows_int4(x, weight, *given, **how)
+    return few_rows_linear(x, weight if isinstance(weight, Fp8Weight) else plain(weight), *given, **how)

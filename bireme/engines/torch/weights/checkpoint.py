@@ -10,7 +10,9 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,16 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from bireme.engines.torch.storage import StoredAs
 from bireme.engines.torch.weights import dtypes
 from bireme.engines.torch.weights.architectures import architecture_of, check_architecture, is_picture_model
-from bireme.engines.torch.weights.fp8 import keep_in_fp8
 from bireme.engines.torch.weights.gguf_weights import gguf_digest, gguf_tensors
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
+from bireme.engines.torch.weights.quantized.heads import Shards
+from bireme.engines.torch.weights.quantized.kept import fill_with
 from bireme.engines.torch.weights.quantized.methods import Quantization, read_quantization
+from bireme.engines.torch.weights.quantized.stored import StoredTensor
+from bireme.engines.torch.weights.stored_linear import empty_projections, store_projections
 from bireme.errors import ConfigError, one_line
 from bireme.gguf.architectures import config_of
 from bireme.gguf.folder import gguf_files, is_gguf, model_folder
@@ -43,8 +49,9 @@ class Checkpoint:
     config: Any  # transformers' PretrainedConfig, of the plain model: without quantization_config
     shards: tuple[Path, ...]  # none: load_format dummy
     digest: str  # hex; different weights, form of them or configuration: different digest
-    quant_algo: str = ""  # of TensorRT-LLM: how the weights are rounded when they are read; empty: they are not
-    quantization: Quantization | None = None  # None: the weights are plain
+    stored_as: StoredAs | None = None  # what the layers' projections are in once they are read; None: plain
+    quantization: Quantization | None = None  # of what is dequantized when it is read; None: no weight is
+    kept: Mapping[str, StoredTensor] = field(default_factory=dict)  # the projections that stay as the files have them
     gguf: GgufHead | None = None  # of the shards, where they are GGUF files
     told: dict[str, Any] | None = None  # quantization_config as it stands
 
@@ -80,8 +87,6 @@ def read_checkpoint(model: str, trust_remote_code: bool = False, load_format: st
     head = _read_gguf(shards, config)
     for shard in shards if head is None else ():
         _check_shard(shard)
-    if told is not None and not shards:
-        logger.info("weights_are_plain quant_method=%s reason=load_format is dummy", told.get("quant_method"))
     quantization = read_quantization(told, shards) if shards and head is None else None
     digest = _digest(folder, shards, head)
     return Checkpoint(folder, config, shards, digest, quantization=quantization, gguf=head, told=told)
@@ -99,31 +104,34 @@ def model_class(checkpoint: Checkpoint) -> Any:
     return AutoModelForImageTextToText if is_picture_model(checkpoint.name) else AutoModelForCausalLM
 
 
-def rounded(checkpoint: Checkpoint, algo: str | None) -> Checkpoint:
-    """Return the checkpoint as one whose weights are rounded so: another model, whose KV is not the first one's.
+def stored_as(checkpoint: Checkpoint, form: StoredAs, names: Collection[str] = ()) -> Checkpoint:
+    """Return the checkpoint as one whose projections are stored so: another model, whose KV is not the first one's.
 
-    Raises ConfigError where they have been rounded before.
+    `names`: of the weights that stay what the files have; none: all are rounded from plain ones.
     """
-    if not algo:
-        return checkpoint
-    if checkpoint.quantization is not None or checkpoint.gguf is not None:
-        raise ConfigError(
-            f"quant_config.quant_algo: {algo!r}; the checkpoint is quantized already, and is not rounded once more;"
-            " remove it, or use an unquantized checkpoint"
-        )
-    digest = hashlib.sha256(f"{checkpoint.digest} {algo}".encode()).hexdigest()
-    return replace(checkpoint, digest=digest, quant_algo=algo)
+    digest = hashlib.sha256(f"{checkpoint.digest} {form}".encode()).hexdigest()
+    if checkpoint.quantization is None or not names:
+        return replace(checkpoint, digest=digest, stored_as=form)
+    rest, kept = checkpoint.quantization.split(names)
+    return replace(checkpoint, digest=digest, stored_as=form, quantization=rest, kept=kept)
 
 
 def read_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
-    """Return the model of `load_model`, its weights still in host memory, but for those that are rounded.
+    """Return the model of `load_model`, its weights still in host memory, but for those in few bits.
 
     A checkpoint without shards (load_format dummy) gets random weights, made on the device.
     """
     model = _read_plain(checkpoint, dtype, device)
-    if checkpoint.quant_algo:
-        keep_in_fp8(model, checkpoint.quant_algo, device)
+    if checkpoint.stored_as is not None:
+        fill = None
+        if checkpoint.kept and checkpoint.quantization is not None:
+            fill = partial(_fill, checkpoint.kept, Shards(dict(checkpoint.quantization.heads)))
+        store_projections(model, checkpoint.stored_as, device, fill)
     return model
+
+
+def _fill(kept: Mapping[str, StoredTensor], shards: Shards, name: str, _: Any, to: Any) -> None:
+    fill_with(kept, shards, name, to)
 
 
 def _read_plain(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
@@ -157,6 +165,8 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
         source, kind = None, kind._model_mapping[type(config)]  # an Auto class would look for the name of a model
     if checkpoint.quantization is not None:
         stored = checkpoint.quantization.open(dtype)
+    if checkpoint.kept:
+        kind = _without_projections(kind)
     try:
         # torch's own functions for tensors without memory are marked for the compiler when they are called.
         with without_compiler(), without_symbols():
@@ -176,6 +186,17 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"the weights could not be loaded: {one_line(error)}") from error
     return model, report
+
+
+def _without_projections(kind: Any) -> Any:
+    """Return the class of a model whose projections are filled after it was read."""
+
+    def __init__(self: Any, *args: Any, **settings: Any) -> None:
+        kind.__init__(self, *args, **settings)
+        empty_projections(self)
+        self.__class__ = kind
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
 
 
 def _gguf_tensors(kind: Any, head: GgufHead, config: Any, dtype: torch.dtype) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +12,7 @@ from bireme.config import EngineConfig
 from bireme.engines.base import EngineContext
 from bireme.engines.torch.geometry import EngineLimits, KvScales
 from bireme.engines.torch.step import Post
-from bireme.engines.torch.weights.checkpoint import Checkpoint, open_checkpoint, rounded
+from bireme.engines.torch.weights.checkpoint import Checkpoint, open_checkpoint
 from bireme.engines.torch.weights.findings import Findings
 from bireme.engines.torch.weights.kv_scales import read_kv_scales
 from bireme.engines.torch.weights.limits import FP8, resolve_limits
@@ -33,11 +34,14 @@ class Setup:
         return self.context.config
 
 
-def settle(context: EngineContext, post: Post) -> Setup:
-    """Raises ConfigError."""
+ChooseForm = Callable[[Checkpoint, EngineConfig, torch.device], Checkpoint]
+
+
+def settle(context: EngineContext, post: Post, choose_form: ChooseForm) -> Setup:
+    """`choose_form`: what the weights stay in. Raises ConfigError."""
     config, device = context.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checkpoint = open_checkpoint(context.model_path, config.trust_remote_code, config.load_format)
-    checkpoint = rounded(checkpoint, config.quant_config.quant_algo)
+    checkpoint = choose_form(checkpoint, config, device)
     limits = resolve_limits(config, checkpoint.text_config)
     kv_scales = read_kv_scales(checkpoint) if config.kv_cache_config.dtype == FP8 else None
     subject = weights_id(checkpoint, config.dtype, device), msgspec.json.encode(config)

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from bireme.engines.memory.client import WeightsHold
 from bireme.engines.torch.weights.checkpoint import Checkpoint, choose_dtype, load_model, model_class, read_model
-from bireme.engines.torch.weights.fp8 import keep_in_fp8
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
+from bireme.engines.torch.weights.stored_linear import store_projections
 from bireme.engines.torch.weights.weight_memory import WeightMemory, create_sealable, seal, weight_memory
 from bireme.errors import UnavailableError, one_line
 
 logger = logging.getLogger("bireme.engines.torch")
 _ALIGNMENT = 256  # of each tensor, in bytes
-_FORMAT = 1  # of table and arrangement
+_FORMAT = 2  # of table and arrangement
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -120,8 +120,8 @@ def make_skeleton(checkpoint: Checkpoint, dtype: str) -> Any:
     """Return the model without memory for its tensors."""
     with without_compiler(), without_symbols(), torch.device("meta"):
         model = model_class(checkpoint).from_config(checkpoint.config, dtype=choose_dtype(dtype, checkpoint.config))
-        if checkpoint.quant_algo:
-            keep_in_fp8(model, checkpoint.quant_algo, torch.device("meta"))
+        if checkpoint.stored_as is not None:
+            store_projections(model, checkpoint.stored_as, torch.device("meta"))
     return model.eval().requires_grad_(False)
 
 
@@ -136,7 +136,7 @@ def arrange(model: Any) -> tuple[list[SharedTensor], int]:
     for own in names.values():
         blocks.setdefault(_block(own[0]), len(blocks))
     table, end = [], 0
-    for key in sorted(tensors, key=lambda key: (blocks[_block(names[key][0])], not names[key][0].endswith(".weight"))):
+    for key in sorted(tensors, key=lambda key: (blocks[_block(names[key][0])], *_leaf(names[key][0]))):
         tensor = tensors[key]
         shared = SharedTensor(tuple(names[key]), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end)
         table.append(shared)
@@ -200,6 +200,12 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _block(name: str) -> str:
     return name.rsplit(".", 2)[0]
+
+
+def _leaf(name: str) -> tuple[bool, str]:
+    """Return what orders the tensors of a block: weights first, then what has the same name in each module."""
+    leaf = name.rpartition(".")[2]
+    return leaf != "weight", leaf
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,12 +1,13 @@
-"""Weights of a model's layers as 8-bit floats: linear modules that hold them, and a model that is rounded at its load.
+"""Weights of a model's layers in few bits: linear modules that hold them, and how a model gets these.
 
-The projections of a layer that decoders read as one matrix lie in one, of which each module has its rows.
+The projections of a layer that decoders read as one matrix lie in one, of which each module has its rows. They are
+filled with what a checkpoint's file has (quantized/kept.py), or rounded from plain weights.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,14 @@ from bireme.engines.torch.storage import (
     BLOCK,
     E4M3,
     LARGEST,
+    PLANE,
     SMALLEST,
     Fp8Weight,
+    Int4Weight,
+    StoredAs,
+    StoredWeight,
     WeightForm,
+    packed,
     restored,
     rounded,
     rounds_activations,
@@ -27,21 +33,26 @@ from bireme.engines.torch.storage import (
 from bireme.errors import ConfigError
 
 logger = logging.getLogger("bireme.engines.torch")
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("o_proj",)), (("gate_proj", "up_proj"), ("down_proj",))
+JOINED = (("q_proj", "k_proj", "v_proj"), ("o_proj",)), (("gate_proj", "up_proj"), ("down_proj",))
 _STEP = 16  # what torch's product divides both sides of a weight by
+_NAMES = {"values": "weight", "scales": "weight_scale", "zeros": "weight_zero"}  # of a weight's tensors in its module
+Fill = Callable[[str, Any, StoredWeight], None]  # a projection's name and module, and what is to be filled
 
 
-class Fp8Linear(torch.nn.Module):  # type: ignore[misc]
+class StoredLinear(torch.nn.Module):  # type: ignore[misc]
     """In the place of a torch.nn.Linear. It computes in float32 what products of this form do: their reference."""
 
-    def __init__(self, stored: Fp8Weight, bias: Tensor | None) -> None:
+    def __init__(self, stored: StoredWeight, bias: Tensor | None) -> None:
         super().__init__()
-        self.register_buffer("weight", stored.values)
-        self.register_buffer("weight_scale", stored.scales)
+        self.out_features, self.in_features = stored.shape
+        for name, tensor in stored.tensors.items():
+            self.register_buffer(_NAMES[name], tensor)
         self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
 
     @property
-    def stored(self) -> Fp8Weight:
+    def stored(self) -> StoredWeight:
+        if hasattr(self, "weight_zero"):
+            return Int4Weight(self.weight, self.weight_scale, self.weight_zero, self.in_features)
         return Fp8Weight(self.weight, self.weight_scale)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,79 +63,139 @@ class Fp8Linear(torch.nn.Module):  # type: ignore[misc]
         return F.linear(taken, weight.dequantized(), bias).to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def keep_in_fp8(model: Any, algo: str, device: torch.device) -> None:
-    """Round the projections of a decoder's layers by TensorRT-LLM's QuantAlgo, one after the other, on `device`.
+class Place(torch.nn.Module):  # type: ignore[misc]
+    """In the place of a torch.nn.Linear while a model is read whose projections are filled afterwards."""
 
-    `FP8` has one scale for a projection, `FP8_PER_CHANNEL_PER_TOKEN` one for each of its rows, `FP8_BLOCK_SCALES` one
-    for a block. Each projection's own weights are let go of before the next one's are rounded. Raises ConfigError.
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+
+
+def projections(model: Any) -> Iterator[tuple[str, Any, Sequence[str]]]:
+    """Yield the name and the module that own projections which are one matrix, and their names in it."""
+    for index, layer in enumerate(model.get_submodule(model.base_model_prefix).layers):
+        for part, groups in zip(("self_attn", "mlp"), JOINED, strict=True):
+            for names in groups:
+                yield f"{model.base_model_prefix}.layers.{index}.{part}", getattr(layer, part), names
+
+
+def empty_projections(model: Any) -> None:
+    """Have a model without places for its projections' weights."""
+    for _, owner, names in projections(model):
+        for name in names:
+            setattr(owner, name, Place(getattr(owner, name)))
+
+
+def store_projections(model: Any, like: StoredAs, device: torch.device, fill: Fill | None = None) -> None:
+    """Put weights in few bits into the projections of a decoder's layers, one after the other, on `device`.
+
+    `fill`: with what; None: the projections' own weights, rounded, each let go of before the next one's.
+    Raises ConfigError.
     """
-    body = model.get_submodule(model.base_model_prefix)
-    check_shapes(body, algo)
+    if fault := fault_of_shapes(model, like):
+        raise ConfigError(
+            f"quant_config.quant_algo: {like.algo}; {fault}; set FP8_PER_CHANNEL_PER_TOKEN, or remove it, or use"
+            " engine: trtllm"
+        )
     with torch.inference_mode(False), torch.no_grad():
-        for layer in body.layers:
-            for owner, groups in zip((layer.self_attn, layer.mlp), _JOINED, strict=True):
-                for names in groups:
-                    _replace(owner, names, algo, device)
-    if device.type == "cuda":
+        for prefix, owner, names in projections(model):
+            _replace(prefix, owner, names, like, device, fill or _round_own(like))
+    if device.type == "cuda" and fill is None:
         torch.cuda.empty_cache()  # what was rounded
         logger.info(
             "weights_rounded algo=%s mib=%d peak_mib=%d",
-            algo,
+            like.algo,
             torch.cuda.memory_allocated(device) >> 20,
             torch.cuda.max_memory_allocated(device) >> 20,
         )
 
 
-def check_shapes(body: Any, algo: str) -> None:
-    """Raise ConfigError for a projection that no product of this form takes, before anything is rounded."""
-    layer = body.layers[0]
-    for owner, groups in zip((layer.self_attn, layer.mlp), _JOINED, strict=True):
-        for names in groups:
-            for at, name in enumerate(names):
-                if not isinstance(linear := getattr(owner, name, None), torch.nn.Linear):
-                    raise ConfigError(
-                        f"quant_config.quant_algo: {algo}; {name} is no linear projection here (of a mixture of"
-                        " experts): remove it, or use engine: trtllm"
-                    )
-                rows, columns = linear.weight.shape
-                is_last = at + 1 == len(names) and "gate_proj" not in names
-                step = BLOCK if algo == "FP8_BLOCK_SCALES" and not is_last else _STEP
-                if rows % step or columns % _STEP:
-                    raise ConfigError(
-                        f"quant_config.quant_algo: {algo}; {name} is ({rows}, {columns}), whose rows do not divide"
-                        f" by {step} or columns by {_STEP}; set FP8_PER_CHANNEL_PER_TOKEN, or remove it"
-                    )
+def why_not_dense(model: Any) -> str:
+    """Return which projection a model's layers lack; empty: none."""
+    for _, owner, names in projections(model):
+        for name in names:
+            if not isinstance(getattr(owner, name, None), torch.nn.Linear | Place):
+                return f"{name} is no linear projection here (of a mixture of experts)"
+    return ""
 
 
-def _replace(owner: Any, names: Sequence[str], algo: str, device: torch.device) -> None:
-    """Have these projections of the module share one matrix of 8-bit floats."""
-    lengths = [len(getattr(owner, name).weight) for name in names]
-    columns, has_blocks = getattr(owner, names[0]).weight.shape[1], algo == "FP8_BLOCK_SCALES"
-    device = device if getattr(owner, names[0]).weight.device.type != "meta" else torch.device("meta")
-    values = torch.empty(sum(lengths), columns, dtype=E4M3, device=device)
-    shape = (-(-sum(lengths) // BLOCK), -(-columns // BLOCK)) if has_blocks else (sum(lengths),)
-    scales, begin = torch.empty(shape, dtype=torch.float32, device=device), 0
-    for name, length in zip(names, lengths, strict=True):
-        linear = getattr(owner, name)
-        end = begin + length
-        own = scales[begin // BLOCK : -(-end // BLOCK)] if has_blocks else scales[begin:end]
-        stored = Fp8Weight(values[begin:end], own)
-        _round(linear.weight.detach().to(device), stored, is_one=algo == "FP8")
+def fault_of_shapes(model: Any, like: StoredAs) -> str:
+    """Return why no product of this form takes a projection; empty: all are taken."""
+    if fault := why_not_dense(model):
+        return fault
+    for _, owner, names in projections(model):
+        for at, name in enumerate(names):
+            linear = getattr(owner, name)
+            rows, columns = linear.out_features, linear.in_features
+            if like.form is WeightForm.INT4_GROUPS:
+                if fault := _fault_of_group(columns, like.group):
+                    return f"{name} is ({rows}, {columns}), {fault}"
+                continue
+            is_last = at + 1 == len(names) and "gate_proj" not in names
+            step = BLOCK if like.form is WeightForm.FP8_BLOCKS and not is_last else _STEP
+            if rows % step or columns % _STEP:
+                return f"{name} is ({rows}, {columns}), whose rows do not divide by {step} or columns by {_STEP}"
+    return ""
+
+
+def _fault_of_group(columns: int, group: int) -> str:
+    size = group or columns
+    if columns % size or columns % _STEP:
+        return f"whose columns do not divide by groups of {size} and by {_STEP}"
+    is_taken = size == columns or size % PLANE == 0 or (PLANE % size == 0 and size >= _STEP)
+    return "" if is_taken else f"and groups of {size} neither divide by {PLANE} nor divide it"
+
+
+def _replace(prefix: str, owner: Any, names: Sequence[str], like: StoredAs, device: torch.device, fill: Fill) -> None:
+    """Have these projections of the module share one matrix."""
+    linears = [getattr(owner, name) for name in names]
+    columns, begin = linears[0].in_features, 0
+    whole = _empty(sum(linear.out_features for linear in linears), columns, like, device)
+    for name, linear in zip(names, linears, strict=True):
+        end = begin + linear.out_features
+        own = whole.rows(begin, end)
+        if device.type != "meta":
+            fill(f"{prefix}.{name}", linear, own)
         bias = None if linear.bias is None else linear.bias.detach().to(device)
-        setattr(owner, name, Fp8Linear(stored, bias).eval())
+        setattr(owner, name, StoredLinear(own, bias).eval())
         begin = end
 
 
-def _round(weight: Tensor, to: Fp8Weight, is_one: bool) -> None:
-    """Fill in values and scales. `is_one`: one scale for all of it, repeated."""
+def _empty(rows: int, columns: int, like: StoredAs, device: torch.device) -> StoredWeight:
+    if like.form is WeightForm.INT4_GROUPS:
+        groups = columns // (like.group or columns)
+        values = torch.empty(rows, -(-columns // (2 * PLANE)) * PLANE, dtype=torch.uint8, device=device)
+        scales = torch.empty(rows, groups, dtype=like.scales, device=device)
+        return Int4Weight(values, scales, torch.empty(rows, groups, dtype=torch.uint8, device=device), columns)
+    shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if like.form is WeightForm.FP8_BLOCKS else (rows,)
+    values = torch.empty(rows, columns, dtype=E4M3, device=device)
+    return Fp8Weight(values, torch.empty(shape, dtype=torch.float32, device=device))
+
+
+def _round_own(like: StoredAs) -> Fill:
+    def fill(_: str, linear: Any, to: StoredWeight) -> None:
+        round_into(linear.weight.detach().to(to.scales.device), to, like.algo == "FP8")
+
+    return fill
+
+
+def round_into(weight: Tensor, to: StoredWeight, is_one: bool = False) -> None:
+    """Fill in what a plain weight (N, K) is rounded to. `is_one`: one scale for all of it, repeated."""
     rows, columns = weight.shape
-    if to.form is WeightForm.FP8_BLOCKS:
+    if isinstance(to, Int4Weight):
+        groups = weight.float().view(rows, -1, to.group)
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        to.scales.copy_(((high - low) / 15).clamp(min=SMALLEST if to.scales.dtype is torch.float32 else 1e-6))
+        scales = to.scales.float()
+        to.zeros.copy_((-low / scales).round().clamp(0, 15))
+        values = (groups / scales[..., None] + to.zeros[..., None].float()).round().clamp(0, 15)
+        to.values.copy_(packed(values.view(rows, columns).to(torch.uint8)))
+    elif to.form is WeightForm.FP8_BLOCKS:
         padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
         blocks = padded.view(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
         to.scales.copy_(blocks.abs().amax((1, 3)).clamp(min=SMALLEST) / LARGEST)
-        found = (blocks / to.scales[:, None, :, None]).view(padded.shape)[:rows, :columns]
+        to.values.copy_((blocks / to.scales[:, None, :, None]).view(padded.shape)[:rows, :columns])
     else:
         largest = weight.abs().amax() if is_one else weight.abs().amax(1)
         to.scales.copy_((largest.float().clamp(min=SMALLEST) / LARGEST).expand(rows))
-        found = weight.float() / to.scales[:, None]
-    to.values.copy_(found)
+        to.values.copy_(weight.float() / to.scales[:, None])

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import torch
 
 from bireme.conversion import convert
+from bireme.engines.torch.storage import BLOCK, StoredAs
 from bireme.engines.torch.weights.quantized.fp8 import read_fp8
 from bireme.engines.torch.weights.quantized.heads import Head
 from bireme.engines.torch.weights.quantized.integers import CompressedIntegers, read_compressed_integers
@@ -47,6 +49,25 @@ class _CompressedConfig(msgspec.Struct):
 
 def read_compressed_tensors(told: dict[str, Any], heads: Mapping[str, Head]) -> list[StoredTensor]:
     """Raises ConfigError for schemes that are not read, and for files that are not what the scheme says."""
+    weights, form = _scheme_of(told)
+    return _read_floats(weights, heads) if weights.type == "float" else _read_integers(weights, form, heads)
+
+
+def named_by_scheme(told: dict[str, Any]) -> StoredAs | None:
+    """Return how its weights can stay as they are; None: they can't. Raises ConfigError as for a checkpoint."""
+    weights, form = _scheme_of(told)
+    if weights.type == "float":
+        block = "block" if weights.block_structure == (BLOCK, BLOCK) else None
+        strategy = block if weights.strategy == "block" else weights.strategy
+        algos = {"tensor": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_BLOCK_SCALES"}
+        return StoredAs(algos[strategy]) if strategy in algos else None
+    group = {"group": weights.group_size, "channel": 0}.get(str(weights.strategy))
+    is_kept = weights.num_bits == 4 and form == "pack-quantized" and group is not None
+    return StoredAs("W4A16_GPTQ", group or 0, torch.float16) if is_kept else None
+
+
+def _scheme_of(told: dict[str, Any]) -> tuple[_WeightArgs, str]:
+    """Return the arguments and the format of all weights. Raises ConfigError."""
     scheme = convert(told, _CompressedConfig, TOLD)
     if scheme.quantization_status != "compressed":
         raise ConfigError(
@@ -64,7 +85,7 @@ def read_compressed_tensors(told: dict[str, Any], heads: Mapping[str, Head]) -> 
     weights, form = kinds.pop()
     if weights is None or form not in _FORMATS.get(weights.type, ()):
         raise ConfigError(f"{TOLD}.format: {form!r} is not read; the torch engine reads {_known()}")
-    return _read_floats(weights, heads) if weights.type == "float" else _read_integers(weights, form, heads)
+    return weights, form
 
 
 def _known() -> str:

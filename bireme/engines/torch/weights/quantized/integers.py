@@ -65,11 +65,15 @@ class Gptq:
     bits: int
     added: int  # to a stored zero: 1 in GPTQ's first format, 0 in its second
 
-    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return values (outputs, inputs), scales and zeros (outputs, groups)."""
         values = unpack(parts["data"], self.bits, 0).T.contiguous()
         # The first format stores a zero of 0 as the largest number that there is.
         zeros = (unpack(parts["zero"], self.bits, 1).int() + self.added) & ((1 << self.bits) - 1)
-        return dequantize(values, parts["scale"].T, zeros.T, parts.get("groups"), dtype)
+        return values, parts["scale"].T, zeros.T
+
+    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return dequantize(*self.unpacked(parts), parts.get("groups"), dtype)
 
     def fault(self, parts: Mapping[str, Tensor]) -> str | None:
         return _fault_of(parts.get("groups"), len(parts["scale"]))
@@ -79,9 +83,15 @@ class Gptq:
 class Awq:
     """`data`: (inputs, outputs / 8) words; `zero`: (groups, outputs / 8); `scale`: (groups, outputs)."""
 
+    bits = 4
+
+    def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """As Gptq's."""
+        values, zeros = (unpack(parts[role], self.bits, 1, _AWQ_ORDER) for role in ("data", "zero"))
+        return values.T.contiguous(), parts["scale"].T, zeros.T
+
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        values, zeros = (unpack(parts[role], 4, 1, _AWQ_ORDER) for role in ("data", "zero"))
-        return dequantize(values.T.contiguous(), parts["scale"].T, zeros.T, None, dtype)
+        return dequantize(*self.unpacked(parts), None, dtype)
 
     def fault(self, parts: Mapping[str, Tensor]) -> str | None:
         return None
@@ -97,7 +107,8 @@ class CompressedIntegers:
     bits: int
     is_packed: bool
 
-    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def unpacked(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | int]:
+        """As Gptq's; zeros that are one number are that of all."""
         values, zeros = parts["data"], parts.get("zero", 0)
         scales = parts["scale"].reshape(-1, parts["scale"].shape[-1] if parts["scale"].dim() else 1)
         if self.is_packed:
@@ -105,7 +116,10 @@ class CompressedIntegers:
             zeros = unpack(zeros, self.bits, 0) if isinstance(zeros, Tensor) else 1 << (self.bits - 1)
         elif isinstance(zeros, Tensor):
             zeros = zeros.reshape(scales.shape).expand(len(values), -1)
-        return dequantize(values, scales.expand(len(values), -1), zeros, parts.get("groups"), dtype)
+        return values, scales.expand(len(values), -1), zeros
+
+    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return dequantize(*self.unpacked(parts), parts.get("groups"), dtype)
 
     def fault(self, parts: Mapping[str, Tensor]) -> str | None:
         return _fault_of(parts.get("groups"), parts["scale"].shape[-1] if parts["scale"].dim() else 1)

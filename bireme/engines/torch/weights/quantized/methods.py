@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from bireme.conversion import convert
+from bireme.engines.torch.storage import BLOCK, StoredAs
 from bireme.engines.torch.weights.quantized.bitsandbytes import read_4bit, read_int8
-from bireme.engines.torch.weights.quantized.compressed_tensors import read_compressed_tensors
+from bireme.engines.torch.weights.quantized.compressed_tensors import named_by_scheme, read_compressed_tensors
 from bireme.engines.torch.weights.quantized.fp8 import read_fp8
 from bireme.engines.torch.weights.quantized.heads import Head, Shards, read_heads, torch_dtype
 from bireme.engines.torch.weights.quantized.integers import read_awq, read_gptq
@@ -100,9 +101,13 @@ class _AwqConfig(msgspec.Struct):
     zero_point: bool = True
 
 
-def _read_awq(told: _Told, heads: _Heads) -> list[StoredTensor]:
+def _awq_config(told: _Told) -> _AwqConfig:
     older = {"w_bit": "bits", "q_group_size": "group_size"}
-    own = convert({older.get(key, key): value for key, value in told.items()}, _AwqConfig, TOLD)
+    return convert({older.get(key, key): value for key, value in told.items()}, _AwqConfig, TOLD)
+
+
+def _read_awq(told: _Told, heads: _Heads) -> list[StoredTensor]:
+    own = _awq_config(told)
     if own.bits != 4 or own.version.lower() != "gemm" or not own.zero_point:
         raise ConfigError(
             f"{TOLD}: AWQ of {own.bits} bits, version {own.version!r}, zero_point {own.zero_point}; 4 bits of version"
@@ -150,6 +155,11 @@ class Quantization:
     plain: tuple[str, ...]  # stored as the model has them
     num_ignored: int  # scales of activations and of KV
 
+    def split(self, names: Collection[str]) -> tuple[Quantization, dict[str, StoredTensor]]:
+        """Return what is left without the weights of these names, and these."""
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in names}
+        return replace(self, tensors=rest), {name: self.tensors[name] for name in names}
+
     def plain_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes that the tensors of the files take when they are plain."""
         own = sum(torch.Size(tensor.shape).numel() for tensor in self.tensors.values())
@@ -166,6 +176,8 @@ class Quantization:
             tensor.check_values(shards)
         stored = [name for tensor in self.tensors.values() for name in tensor.parts.values()]
         read = sum(self.heads[name].num_bytes for name in (*stored, *self.plain))
+        if not self.tensors:
+            return {name: shards.slice(name) for name in self.plain}
         logger.info(
             "weights_dequantized method=%s tensors=%d plain=%d read_mib=%d model_mib=%d dtype=%s ignored_scales=%d",
             self.method,
@@ -195,6 +207,34 @@ class _Dequantized:
 
     def _make(self) -> Tensor:
         return self._tensor.form.dequantize(self._tensor.read(self._shards), self._dtype)
+
+
+def form_named(told: _Told) -> StoredAs | None:
+    """Return the form that a quantization_config names, for weights that are made up; None: plain ones stand for it.
+
+    Raises ConfigError for what is no such configuration.
+    """
+    method = told.get("quant_method")
+    if method == "fp8":
+        block = convert(told, _Fp8Config, TOLD).weight_block_size
+        algo = {None: "FP8", (BLOCK, BLOCK): "FP8_BLOCK_SCALES"}.get(block)
+    elif method == "compressed-tensors":
+        return named_by_scheme(told)
+    elif method in ("gptq", "awq"):
+        return _integers_named(str(method), told)
+    else:
+        algo = {"fbgemm_fp8": "FP8_PER_CHANNEL_PER_TOKEN"}.get(str(method))
+        if method == "modelopt" and told.get("quant_algo") == "FP8":
+            algo = "FP8"
+    return None if algo is None else StoredAs(algo)
+
+
+def _integers_named(method: str, told: _Told) -> StoredAs | None:
+    if method == "awq":
+        awq = _awq_config(told)
+        return StoredAs("W4A16_AWQ", max(0, awq.group_size), torch.float16) if awq.bits == 4 else None
+    gptq = convert(told, _GptqConfig, TOLD)
+    return StoredAs("W4A16_GPTQ", max(0, gptq.group_size), torch.float16) if gptq.bits == 4 else None
 
 
 def read_quantization(told: _Told | None, shards: tuple[Path, ...]) -> Quantization | None:

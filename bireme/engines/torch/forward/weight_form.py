@@ -1,0 +1,110 @@
+"""What a model's layers keep their weights in, decided before any is read.
+
+| checkpoint | `quant_config.quant_algo` | on a GPU | on a CPU |
+|---|---|---|---|
+| plain | none | plain | plain |
+| plain | one of 8-bit floats | rounded to it | refused |
+| quantized, in a form that the fused decoder multiplies | none, or the checkpoint's own | stays | dequantized |
+| quantized otherwise, or the recipe names a `dtype` | none | dequantized, and the log says why | dequantized |
+| quantized | another | refused | refused |
+| `load_format: dummy`, `quantization_config` in config.json | as quantized | made up in that form | plain |
+
+Only all projections of all layers in one form stay. The engine's KV names the form: none is taken for another's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from bireme.config import EngineConfig
+from bireme.engines.torch import kernels
+from bireme.engines.torch.forward.decoder_weights import why_not_fused
+from bireme.engines.torch.storage import FORMS, StoredAs, WeightForm
+from bireme.engines.torch.weights.architectures import FAMILIES
+from bireme.engines.torch.weights.checkpoint import Checkpoint, stored_as
+from bireme.engines.torch.weights.quantized.heads import Shards
+from bireme.engines.torch.weights.quantized.kept import why_not_kept
+from bireme.engines.torch.weights.quantized.methods import form_named
+from bireme.engines.torch.weights.shared_weights import make_skeleton
+from bireme.engines.torch.weights.stored_linear import fault_of_shapes, projections, why_not_dense
+from bireme.errors import ConfigError
+
+logger = logging.getLogger("bireme.engines.torch")
+GROUP = 128  # of integers that are made up
+
+
+def choose_form(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> Checkpoint:
+    """Return the checkpoint as it is to be read. Raises ConfigError."""
+    algo = config.quant_config.quant_algo
+    if checkpoint.quantization is not None or checkpoint.gguf is not None:
+        return _kept(checkpoint, config, device)
+    if not algo and not checkpoint.shards and (named := form_named(checkpoint.told or {})) is not None:
+        return _made_up(checkpoint, config, device, named)
+    if not algo:
+        return checkpoint
+    like = StoredAs(algo, GROUP, torch.float16) if FORMS[algo] is WeightForm.INT4_GROUPS else StoredAs(algo)
+    if like.form is WeightForm.INT4_GROUPS and checkpoint.shards:
+        raise _refused(algo, "integers of 4 bits are made with samples of text, and this checkpoint is plain")
+    skeleton, why = _open(checkpoint, config, device)
+    if why := why or fault_of_shapes(skeleton, like):
+        raise _refused(algo, why)
+    return stored_as(checkpoint, like)
+
+
+def _kept(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> Checkpoint:
+    algo = config.quant_config.quant_algo
+    own, names, why = _as_stored(checkpoint, config, device)
+    if algo and (own is None or own.algo != algo):
+        raise ConfigError(
+            f"quant_config.quant_algo: {algo!r}; the checkpoint is quantized already, and is not rounded once more;"
+            " remove it, or use an unquantized checkpoint"
+        )
+    if own is None:
+        if kernels.is_usable(device):
+            logger.info("weights_not_kept reason=%s", why)
+        return checkpoint
+    logger.info("weights_kept form=%s algo=%s tensors=%d", own.form, own.algo, len(names))
+    return stored_as(checkpoint, own, names)
+
+
+def _as_stored(
+    checkpoint: Checkpoint, config: EngineConfig, device: torch.device
+) -> tuple[StoredAs | None, tuple[str, ...], str]:
+    """Return the form that the projections stay in, their weights' names, and where there is none why."""
+    if checkpoint.quantization is None:
+        return None, (), "blocks of a GGUF file stay on CPUs alone"
+    if config.dtype != "auto":
+        return None, (), f"dtype: {config.dtype} asks for plain weights"
+    skeleton, why = _open(checkpoint, config, device)
+    if why := why or why_not_dense(skeleton):
+        return None, (), why
+    names = tuple(f"{owner}.{name}.weight" for owner, _, names in projections(skeleton) for name in names)
+    own, why = why_not_kept(checkpoint.quantization, names, Shards(dict(checkpoint.quantization.heads)))
+    if own is not None and (why := fault_of_shapes(skeleton, own)):
+        own = None
+    return own, names, why
+
+
+def _made_up(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, named: StoredAs) -> Checkpoint:
+    skeleton, why = _open(checkpoint, config, device)
+    if why := why or fault_of_shapes(skeleton, named):
+        logger.info("weights_are_plain named=%s reason=load_format is dummy, and %s", named.algo, why)
+        return checkpoint
+    return stored_as(checkpoint, named)
+
+
+def _open(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> tuple[Any, str]:
+    """Return the model without its weights, and why no decoder multiplies these in few bits; empty: one does."""
+    if not kernels.is_usable(device):
+        return None, "a CPU, or a GPU without triton, has no products of weights in few bits"
+    if checkpoint.name not in FAMILIES:
+        return None, f"{checkpoint.name} is not one of {', '.join(sorted(FAMILIES))}"
+    skeleton = make_skeleton(checkpoint, config.dtype)
+    return skeleton, why_not_fused(skeleton)
+
+
+def _refused(algo: str, why: str) -> ConfigError:
+    return ConfigError(f"quant_config.quant_algo: {algo!r} on engine torch: {why}; remove it, or use engine: trtllm")
