@@ -219,7 +219,7 @@ def _cos_sin(body: Any, layer: Any, num_positions: int) -> Tensor:
     like = torch.zeros((), device=device)  # float32, whatever the model's dtype
     cos, sin = body.rotary_emb(like, positions, kind) if kind else body.rotary_emb(like, positions)
     half = cos.shape[-1] // 2
-    if not torch.equal(cos[..., :half], cos[..., half:]):  # gpt-oss' names each angle once
+    if not cos.is_meta and not torch.equal(cos[..., :half], cos[..., half:]):  # gpt-oss' names each angle once
         half = cos.shape[-1]
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], 1).contiguous()
 
