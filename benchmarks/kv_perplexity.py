@@ -28,12 +28,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
+from bireme.engines.torch.weights.fp8 import keep_in_fp8
+
 from bireme.engines.torch.forward import modules
 from bireme.engines.torch.forward.attention import Extras, attend
 from bireme.engines.torch.geometry import UNSCALED, KvScales
 from bireme.engines.torch.storage import LARGEST, to_fp8
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
-from bireme.engines.torch.weights.fp8 import keep_in_fp8
 from bireme.gguf.folder import model_folder
 from tools.real_model import chat_model
 

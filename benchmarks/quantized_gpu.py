@@ -1,7 +1,7 @@
-"""Weights that stay 8-bit floats on a GPU beside bfloat16: steps of the 8B shape, and the products they are made of.
+"""Weights in 8 and 4 bits on a GPU beside bfloat16: steps of the 8B shape, and the products they are made of.
 
 Engines on random weights in this process, without a server. Each form is measured beside bfloat16 in turns: decode
-steps of 1, 32 and 128 rows at contexts of 1,000 tokens, and a prompt of 8,192. Then KV in 8 bits, with weights of
+steps of 1, 8, 32 and 128 rows at contexts of 1,000 tokens, and a prompt of 8,192. Then KV in 8 bits, with weights of
 bfloat16 and of 8 bits a channel. `replay` is the step's CUDA graph alone.
 What a start compares, decoder and dequantized reference, is told with it. Then products alone: the four matrices of a
 layer in a CUDA graph of several layers, times 32 layers, by form, rows and kernel, as long as there is time.
@@ -41,17 +41,31 @@ from benchmarks.engine_gpu import SHAPES, Bench, write_config
 from bireme.config import CudaGraphConfig, EngineConfig, KvCacheConfig, Limits, QuantConfig
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
-from bireme.engines.torch.kernels import few_rows_linear, one_row_fp8, one_row_linear, rounded_linear, row_wise
-from bireme.engines.torch.storage import BLOCK, Fp8Weight, WeightForm, restored, rounded
+from bireme.engines.torch.kernels import (
+    few_rows_linear,
+    int4_linear,
+    one_row_fp8,
+    one_row_linear,
+    rounded_linear,
+    row_wise,
+)
+from bireme.engines.torch.storage import BLOCK, Fp8Weight, Int4Weight, StoredAs, WeightForm, restored, rounded
+from bireme.engines.torch.weights.stored_linear import empty_weight, round_into
 from bireme.metrics import Registry
 
-ALGOS = {WeightForm.FP8_CHANNEL: "FP8_PER_CHANNEL_PER_TOKEN", WeightForm.FP8_BLOCKS: "FP8_BLOCK_SCALES"}
-ROWS = (1, 32, 128)
+ALGOS = {
+    WeightForm.FP8_CHANNEL: "FP8_PER_CHANNEL_PER_TOKEN",
+    WeightForm.FP8_BLOCKS: "FP8_BLOCK_SCALES",
+    WeightForm.INT4_GROUPS: "W4A16_AWQ",
+}
+ROWS = (1, 8, 32, 128)
+GROUP = 128  # of 4-bit integers
 CONTEXT, PROMPT, TURNS, STEPS = 1000, 8192, 3, 12
 FP8_KV = {WeightForm.FP8_CHANNEL: "fp8_channel, fp8 KV", WeightForm.PLAIN: "plain, fp8 KV"}  # names, by the weights
 AIMS: dict[str, dict[Any, float]] = {  # of bfloat16's time
     WeightForm.FP8_CHANNEL: {1: 0.65, 32: 0.70, 128: 0.81, "prompt": 1.03},
     WeightForm.FP8_BLOCKS: {1: 0.70, 32: 0.78, 128: 0.90, "prompt": 1.03},
+    WeightForm.INT4_GROUPS: {1: 0.50, 8: 0.68, 32: 0.75, "prompt": 1.03},
     FP8_KV[WeightForm.FP8_CHANNEL]: {128: 0.61, "prompt": 1.03},
 }
 BEGAN_AT = time.perf_counter()
@@ -245,6 +259,7 @@ class Layers:
                     WeightForm.PLAIN: plain,
                     WeightForm.FP8_CHANNEL: Fp8Weight(values, torch.rand(rows, device=device)),
                     WeightForm.FP8_BLOCKS: Fp8Weight(values, blocks),
+                    WeightForm.INT4_GROUPS: int4_weight(plain),
                 }
                 self.weights[name].append(forms)
 
@@ -253,6 +268,35 @@ class Layers:
             for one in self.weights.values():
                 weight = one[layer][form]
                 product(inputs[weight.shape[1]], weight)
+
+
+def int4_weight(plain: Tensor) -> Int4Weight:
+    """Return the weight rounded to groups of 4-bit integers."""
+    found = empty_weight(*plain.shape, StoredAs("W4A16_AWQ", GROUP, torch.float16), plain.device)
+    assert isinstance(found, Int4Weight)
+    round_into(plain, found)
+    return found
+
+
+def plain_product(x: Tensor, weight: Int4Weight) -> Tensor:
+    """What steps of many rows do: the weight is made plain first."""
+    return torch.nn.functional.linear(x, int4_linear.plain_weight(weight, x.dtype))
+
+
+def check_int4(device: torch.device) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weight = int4_weight(torch.randn(1024, 512, device=device))
+    x, whole = torch.randn(40, 512, device=device, dtype=dtype), weight.dequantized()
+    for name, product, rows in (
+        ("one row", int4_linear.one_row_int4, 1),
+        ("few rows", int4_linear.few_rows_int4, 9),
+        ("40 rows", int4_linear.few_rows_int4, 40),
+        ("made plain", plain_product, 40),
+    ):
+        with case(f"int4 {name} is right"):
+            expected = x[:rows].float() @ whole.t()
+            error = float((product(x[:rows], weight).float() - expected).norm() / expected.norm())
+            told(f"int4 {name} is off by", round(error, 5))
 
 
 def check_products(device: torch.device) -> None:
@@ -291,6 +335,7 @@ def measure_products(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with case("products are right"):
         check_products(device)
+        check_int4(device)
     hidden, inner, _, heads, kv_heads, _ = SHAPES["tiny" if options.quick else options.shape][1]
     kv = hidden // heads * kv_heads
     sizes = {"qkv": (hidden + 2 * kv, hidden), "output": (hidden, hidden)}
@@ -322,8 +367,10 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Wei
             yield f"{form} 1 row", 1, form, one_row_fp8.one_row_fp8
             yield f"{form} 3 rows", 3, form, few_rows_linear.few_rows_linear
             yield f"{form} 20 rows rounded", 20, form, taken(rounded_linear.ours)
+        yield from int4_cases((1, 3, 20))
         return
     yield "plain 1 row", 1, WeightForm.PLAIN, one_row_linear.one_row_linear
+    yield from int4_cases((1, 4, 8, 16, 32, 64, 128, 256, 512, 2048))
     for form in forms:
         for tiles in (
             None,
@@ -371,6 +418,18 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Wei
     for rows in (32, 128, 2048):  # what rounds, beside what is there anyway
         for form in forms:
             yield f"{form} {rows} rows of what rounds", rows, form, partial(rounding, form)
+
+
+def int4_cases(counts: tuple[int, ...]) -> Iterator[tuple[str, int, WeightForm, Callable[[Any, Any], Any]]]:
+    """Yield both products where it is not sure which is quicker: `int4_linear.MOST_ROWS` is to be chosen by them."""
+    form = WeightForm.INT4_GROUPS
+    for rows in counts:
+        if rows == 1:
+            yield f"{form} 1 row", 1, form, int4_linear.one_row_int4
+        elif rows <= 512:
+            yield f"{form} {rows} rows few", rows, form, int4_linear.few_rows_int4
+        if rows >= 128:
+            yield f"{form} {rows} rows made plain", rows, form, plain_product
 
 
 def one_row(tiles: tuple[int, int, int] | None, x: Tensor, weight: Any) -> None:

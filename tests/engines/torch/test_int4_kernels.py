@@ -104,8 +104,10 @@ types = {"weight": "*i32", "scales": fp16, "zeros": u8, "x": bf16, "bias": bf16,
 for group in (32, 128):
     tiles = {"GROUP": group, "TILE_N": 2, "TILE_B": 16, "HAS_NORM": True}
     build(int4_linear._one_row_kernel, types | {"norm": bf16, "eps": "fp32"}, own | how | tiles)
-    tiles = {"GROUP": group, "TILE_N": 64, "TILE_ROWS": 16, "IS_GPU": True, "PRECISION": "tf32"}
-    build(int4_linear._rows_kernel, types | {"weight": u8, "rows": i32}, own | how | tiles)
+    for rows in (16, 64):
+        tiles = {"GROUP": group, "TILE_N": 64, "TILE_ROWS": rows, "IS_GPU": True, "PRECISION": "tf32"}
+        built = build(int4_linear._rows_kernel, types | {"weight": u8, "rows": i32}, own | how | tiles)
+        assert built.metadata.shared <= 227 << 10, built.metadata.shared  # of a Hopper's multiprocessor
 types = {"weight": u8, "scales": fp16, "zeros": u8, "out": bf16, "N": i32}
 build(int4_linear._plain_kernel, types, own | {"GROUP": 128, "TILE_N": 32})
 """

@@ -309,7 +309,7 @@ def few_rows_int4(
 ) -> Tensor:
     """x (rows, K), weight (N, K) -> (rows, N), as `few_rows_linear`."""
     width, out = result_of(x, weight, is_gated, add_to)
-    tile_rows = max(16, min(64 if is_gated else 128, triton.next_power_of_2(len(x))))
+    tile_rows = max(16, min(64, triton.next_power_of_2(len(x))))  # more, and the tiles have no room together
     _rows_kernel[(triton.cdiv(len(x), tile_rows), triton.cdiv(width, 64))](
         x,
         weight.values,

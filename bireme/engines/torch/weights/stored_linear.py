@@ -150,7 +150,7 @@ def _replace(prefix: str, owner: Any, names: Sequence[str], like: StoredAs, devi
     """Have these projections of the module share one matrix."""
     linears = [getattr(owner, name) for name in names]
     columns, begin = linears[0].in_features, 0
-    whole = _empty(sum(linear.out_features for linear in linears), columns, like, device)
+    whole = empty_weight(sum(linear.out_features for linear in linears), columns, like, device)
     for name, linear in zip(names, linears, strict=True):
         end = begin + linear.out_features
         own = whole.rows(begin, end)
@@ -161,7 +161,8 @@ def _replace(prefix: str, owner: Any, names: Sequence[str], like: StoredAs, devi
         begin = end
 
 
-def _empty(rows: int, columns: int, like: StoredAs, device: torch.device) -> StoredWeight:
+def empty_weight(rows: int, columns: int, like: StoredAs, device: torch.device) -> StoredWeight:
+    """Return a weight (rows, columns) that is still to be filled."""
     if like.form is WeightForm.INT4_GROUPS:
         groups = columns // (like.group or columns)
         values = torch.empty(rows, -(-columns // (2 * PLANE)) * PLANE, dtype=torch.uint8, device=device)
