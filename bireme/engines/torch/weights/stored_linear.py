@@ -63,7 +63,7 @@ class StoredLinear(torch.nn.Module):  # type: ignore[misc]
         return F.linear(taken, weight.dequantized(), bias).to(x.dtype).view(*x.shape[:-1], -1)
 
 
-class Place(torch.nn.Module):  # type: ignore[misc]
+class EmptyLinear(torch.nn.Module):  # type: ignore[misc]
     """In the place of a torch.nn.Linear while a model is read whose projections are filled afterwards."""
 
     def __init__(self, linear: Any) -> None:
@@ -83,7 +83,7 @@ def empty_projections(model: Any) -> None:
     """Have a model without places for its projections' weights."""
     for _, owner, names in projections(model):
         for name in names:
-            setattr(owner, name, Place(getattr(owner, name)))
+            setattr(owner, name, EmptyLinear(getattr(owner, name)))
 
 
 def store_projections(model: Any, like: StoredAs, device: torch.device, fill: Fill | None = None) -> None:
@@ -114,7 +114,7 @@ def why_not_dense(model: Any) -> str:
     """Return which projection a model's layers lack; empty: none."""
     for _, owner, names in projections(model):
         for name in names:
-            if not isinstance(getattr(owner, name, None), torch.nn.Linear | Place):
+            if not isinstance(getattr(owner, name, None), torch.nn.Linear | EmptyLinear):
                 return f"{name} is no linear projection here (of a mixture of experts)"
     return ""
 
