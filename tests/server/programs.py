@@ -36,6 +36,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/kv_perplexity.py": ("--model", "models/tiny-llama", "--windows", "1", "--tokens", "32"),
     "benchmarks/quantized_cpu.py": ("--quick",),
     "benchmarks/quantized_gpu.py": ("--quick",),
+    "benchmarks/perplexity.py": ("--quick", "--model", "models/tiny-chat"),
     "benchmarks/speculation_cpu.py": ("--quick", "--model", "models/tiny-chat", "--dtype", "float32"),
     "benchmarks/guided_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),

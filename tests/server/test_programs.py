@@ -66,7 +66,7 @@ def test_a_tool_or_trainer_runs(run, program):
         "benchmarks/speculation_cpu.py",
         "benchmarks/routing_grid.py",
         "benchmarks/step_shares_gpu.py", "benchmarks/transfer.py", "benchmarks/transfer_gpu.py",
-        "benchmarks/memory_estimate.py",
+        "benchmarks/memory_estimate.py", "benchmarks/perplexity.py",
     ],
 )  # fmt: skip
 def test_a_benchmark_ends_without_an_error(run, program):
