@@ -110,6 +110,12 @@ class ClampedGate:
     limit: float
     alpha: float
 
+    def of(self, gate_up: Tensor) -> Tensor:
+        """gate_up (T, 2 I) -> (T, I), computed in float32."""
+        gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (gate * (self.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Mixture:

@@ -19,6 +19,7 @@ from torch import Tensor
 from bireme.engines.torch.geometry import ClampedGate, Mixture, Rotary, TopKRouter
 from bireme.engines.torch.storage import Weight, WeightForm, form_of, with_tensors
 from bireme.engines.torch.weights.architectures import FAMILIES
+from bireme.engines.torch.weights.kept_experts import Mxfp4Experts
 from bireme.engines.torch.weights.stored_linear import StoredLinear
 
 
@@ -57,6 +58,11 @@ class DecoderWeights:
     def form(self) -> WeightForm:
         """What the layers' projections are stored in."""
         return form_of(self.layers[0].qkv)
+
+    @property
+    def stored_form(self) -> WeightForm:
+        """What most weights are stored in: of a mixture its experts."""
+        return form_of(self.layers[0].gate_up)
 
     @property
     def has_experts(self) -> bool:
@@ -150,10 +156,12 @@ def _fuse_clamped(router: Any, experts: Any, for_kernels: bool) -> tuple[Weight,
     """Of gpt-oss, whose softmax over those chosen is one over all, normed."""
     mixture = Mixture(
         TopKRouter(router.weight.detach(), int(router.top_k), True, router.bias.detach()),
-        ClampedGate(float(experts.limit), float(experts.alpha)),
+        experts.gate if isinstance(experts, Mxfp4Experts) else ClampedGate(float(experts.limit), float(experts.alpha)),
         experts.gate_up_proj_bias.detach(),
         experts.down_proj_bias.detach(),
     )
+    if isinstance(experts, Mxfp4Experts):
+        return experts.stored("gate_up_proj"), experts.stored("down_proj"), mixture
     turned = [parameter.detach().transpose(1, 2) for parameter in (experts.gate_up_proj, experts.down_proj)]
     if for_kernels:
         turned = [weights.contiguous() for weights in turned]

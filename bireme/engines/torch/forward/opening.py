@@ -47,8 +47,8 @@ class StepModel:
 
     @property
     def form(self) -> WeightForm:
-        """What the layers' projections are stored in."""
-        return WeightForm.PLAIN if self.fused is None else self.fused.form
+        """What most weights of the layers are stored in."""
+        return WeightForm.PLAIN if self.fused is None else self.fused.stored_form
 
     @property
     def num_heads(self) -> int:

@@ -123,15 +123,8 @@ class GatedMlp:
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         gate_up = self._gate_up(x)
-        inner = self._ops.gate(gate_up, self._is_gelu) if self._clamp is None else clamped(gate_up, self._clamp)
+        inner = self._ops.gate(gate_up, self._is_gelu) if self._clamp is None else self._clamp.of(gate_up)
         return self._down(inner, add_to)
-
-
-def clamped(gate_up: Tensor, clamp: ClampedGate) -> Tensor:
-    """gate_up (T, 2 I), in turns -> (T, I), computed in float32."""
-    gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return (gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)).to(gate_up.dtype)
 
 
 class Experts:

@@ -5,11 +5,13 @@
 | plain | none | plain | plain |
 | plain | one of 8-bit floats | rounded to it | refused |
 | quantized, in a form that the fused decoder multiplies | none, or the checkpoint's own | stays | dequantized |
+| gpt-oss' MXFP4 | none | experts stay | dequantized |
 | quantized otherwise, or the recipe names a `dtype` | none | dequantized, and the log says why | dequantized |
 | quantized | another | refused | refused |
 | `load_format: dummy`, `quantization_config` in config.json | as quantized | made up in that form | plain |
 
-Only all projections of all layers in one form stay. The engine's KV names the form: none is taken for another's.
+Only all projections of all layers in one form stay, or all experts. The engine's KV names a form that its own products
+round for: none is taken for another's.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.decoder_weights import why_not_fused
 from bireme.engines.torch.storage import FORMS, StoredAs, WeightForm
 from bireme.engines.torch.weights.architectures import FAMILIES
-from bireme.engines.torch.weights.checkpoint import Checkpoint, stored_as
+from bireme.engines.torch.weights.checkpoint import Checkpoint, stored_as, with_kept_experts
+from bireme.engines.torch.weights.kept_experts import METHOD
 from bireme.engines.torch.weights.quantized.heads import Shards
 from bireme.engines.torch.weights.quantized.kept import why_not_kept
 from bireme.engines.torch.weights.quantized.methods import form_named
@@ -39,6 +42,8 @@ GROUP = 128  # of integers that are made up
 def choose_form(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> Checkpoint:
     """Return the checkpoint as it is to be read. Raises ConfigError."""
     algo = config.quant_config.quant_algo
+    if not algo and (checkpoint.told or {}).get("quant_method") == METHOD:
+        return with_kept_experts(checkpoint, config.dtype) if kernels.is_usable(device) else checkpoint
     if checkpoint.quantization is not None or checkpoint.gguf is not None:
         return _kept(checkpoint, config, device)
     if not algo and not checkpoint.shards and (named := form_named(checkpoint.told or {})) is not None:

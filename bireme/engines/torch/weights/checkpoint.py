@@ -6,11 +6,12 @@ Messages name files by their name in the folder, never by path.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from bireme.engines.torch.storage import StoredAs
 from bireme.engines.torch.weights import dtypes
 from bireme.engines.torch.weights.architectures import architecture_of, check_architecture, is_picture_model
 from bireme.engines.torch.weights.gguf_weights import gguf_digest, gguf_tensors
+from bireme.engines.torch.weights.kept_experts import METHOD, keep_experts, make_up_experts, why_experts_not_kept
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
 from bireme.engines.torch.weights.quantized.heads import Shards
 from bireme.engines.torch.weights.quantized.kept import fill_with
@@ -54,6 +56,7 @@ class Checkpoint:
     kept: Mapping[str, StoredTensor] = field(default_factory=dict)  # the projections that stay as the files have them
     gguf: GgufHead | None = None  # of the shards, where they are GGUF files
     told: dict[str, Any] | None = None  # quantization_config as it stands
+    keeps_experts: bool = False  # as the files have them, MXFP4; the model is the same
 
     @property
     def name(self) -> str:
@@ -116,6 +119,19 @@ def stored_as(checkpoint: Checkpoint, form: StoredAs, names: Collection[str] = (
     return replace(checkpoint, digest=digest, stored_as=form, quantization=rest, kept=kept)
 
 
+def with_kept_experts(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """Return the checkpoint as one whose experts stay MXFP4 where they are; the log says why they don't."""
+    if (checkpoint.told or {}).get("quant_method") != METHOD:
+        return checkpoint
+    num_layers = int(checkpoint.text_config.num_hidden_layers)
+    stored = None if checkpoint.quantization is None else checkpoint.quantization.tensors.keys()
+    why = f"dtype: {dtype} asks for plain weights" if dtype != "auto" else ""
+    if why := why or why_experts_not_kept(checkpoint.name, num_layers, stored):
+        logger.info("weights_not_kept reason=%s", why)
+        return checkpoint
+    return replace(checkpoint, keeps_experts=True)
+
+
 def read_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
     """Return the model of `load_model`, its weights still in host memory, but for those in few bits.
 
@@ -139,7 +155,7 @@ def _read_plain(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any
     if not checkpoint.shards:
         torch.manual_seed(0)
         with device:
-            return kind.from_config(checkpoint.config, dtype=own).eval().requires_grad_(False)
+            return _make_up(kind, checkpoint, own).eval().requires_grad_(False)
     model, report = from_pretrained(kind, checkpoint, checkpoint.config, own)
     missing = sorted(report.get("missing_keys", ()))
     if missing:
@@ -153,6 +169,18 @@ def _read_plain(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any
     return model.eval().requires_grad_(False)
 
 
+def _make_up(kind: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    config = checkpoint.config
+    if not checkpoint.keeps_experts:
+        return kind.from_config(config, dtype=dtype)
+    few = copy.deepcopy(config)  # plain experts would take four times their memory for a while
+    few.num_local_experts = 1
+    model = kind.from_config(few, dtype=dtype)
+    make_up_experts(model, config.num_local_experts)
+    model.config = config
+    return model
+
+
 def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """Return an Auto class's model, and which of its weights are missing or have another shape. Raises ConfigError."""
     from transformers.utils import logging as transformers_logging
@@ -164,9 +192,10 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
     if checkpoint.quantization is not None or checkpoint.gguf is not None:
         source, kind = None, kind._model_mapping[type(config)]  # an Auto class would look for the name of a model
     if checkpoint.quantization is not None:
-        stored = checkpoint.quantization.open(dtype)
-    if checkpoint.kept:
-        kind = _without_projections(kind)
+        keeps = checkpoint.keeps_experts
+        stored = checkpoint.quantization.open_parts() if keeps else checkpoint.quantization.open(dtype)
+    if checkpoint.kept or checkpoint.keeps_experts:
+        kind = _changed(kind, keep_experts if checkpoint.keeps_experts else empty_projections)
     try:
         # torch's own functions for tensors without memory are marked for the compiler when they are called.
         with without_compiler(), without_symbols():
@@ -188,12 +217,12 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
     return model, report
 
 
-def _without_projections(kind: Any) -> Any:
-    """Return the class of a model whose projections are filled after it was read."""
+def _changed(kind: Any, change: Callable[[Any], None]) -> Any:
+    """Return the class of a model that is changed when it has been made, before its weights are read."""
 
     def __init__(self: Any, *args: Any, **settings: Any) -> None:
         kind.__init__(self, *args, **settings)
-        empty_projections(self)
+        change(self)
         self.__class__ = kind
 
     return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bireme.engines.memory.client import WeightsHold
 from bireme.engines.torch.weights.checkpoint import Checkpoint, choose_dtype, load_model, model_class, read_model
+from bireme.engines.torch.weights.kept_experts import keep_experts
 from bireme.engines.torch.weights.lean_imports import without_compiler, without_symbols
 from bireme.engines.torch.weights.stored_linear import store_projections
 from bireme.engines.torch.weights.weight_memory import WeightMemory, create_sealable, seal, weight_memory
@@ -107,6 +108,7 @@ def weights_id(checkpoint: Checkpoint, dtype: str, device: torch.device) -> str:
         checkpoint.digest,
         len(checkpoint.shards),
         checkpoint.quantization.method if checkpoint.quantization is not None else "plain",
+        "kept" if checkpoint.keeps_experts else "",
         own,
         place,
         torch.__version__,
@@ -122,6 +124,8 @@ def make_skeleton(checkpoint: Checkpoint, dtype: str) -> Any:
         model = model_class(checkpoint).from_config(checkpoint.config, dtype=choose_dtype(dtype, checkpoint.config))
         if checkpoint.stored_as is not None:
             store_projections(model, checkpoint.stored_as, torch.device("meta"))
+        if checkpoint.keeps_experts:
+            keep_experts(model)
     return model.eval().requires_grad_(False)
 
 

@@ -192,6 +192,16 @@ class Quantization:
         found: dict[str, Any] = {name: shards.slice(name) for name in self.plain}
         return found | {name: _Dequantized(tensor, shards, dtype, thread) for name, tensor in self.tensors.items()}
 
+    def open_parts(self) -> dict[str, Any]:
+        """Return what reads each tensor as it is stored, by its name in the files. Raises ConfigError as `open`."""
+        shards = Shards(dict(self.heads))
+        for tensor in self.tensors.values():
+            tensor.check_values(shards)
+        names = [*self.plain, *(name for tensor in self.tensors.values() for name in tensor.parts.values())]
+        num_bytes = sum(self.heads[name].num_bytes for name in names)
+        logger.info("weights_kept form=%s tensors=%d model_mib=%d", self.method, len(self.tensors), num_bytes >> 20)
+        return {name: shards.slice(name) for name in names}
+
 
 class _Dequantized:
     """Stands for a plain tensor as safetensors' slices do: `[...]` reads it.
