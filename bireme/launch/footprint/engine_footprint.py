@@ -21,6 +21,7 @@ from bireme.launch.footprint.weight_files import WeightFiles
 
 _FLOAT_BYTES = 4
 _INT4_BYTES = 0.5 + 3 / 128  # with a scale and a zero point for each group
+_MXFP4_GROUP = 32  # values of half a byte that share a scale of one
 GPU_CONTEXT_BYTES = 600 << 20
 KEPT_BYTES = 64 << 20  # of freed buffers, for the next step's: own_process.reuse_memory
 # Of what oneDNN compiles for a mixture, whose experts' numbers of rows fill its cache: engines/stub/environment.py.
@@ -130,7 +131,7 @@ class EngineSizes:
         plain = count.total * size + tables
         own = self.own_dtype
         if around.gpu_bytes:
-            return plain - self._rounded_bytes(size), 0
+            return plain - self._rounded_bytes(size) - self._kept_bytes(size, has_decoder), 0
         if not has_decoder or around.shares_weights:
             return plain, 0
         # Packed: the embeddings stay as they are, so that a tied head is a second copy of them.
@@ -139,6 +140,15 @@ class EngineSizes:
         packed = count.embeddings * size + (head + count.products) * packed_size + count.rest * _FLOAT_BYTES + tables
         is_mapped = self.files is not None and own == dtype  # the files are, and take none of its own
         return packed, max(0, plain * (not is_mapped) + (count.embeddings + 2 * head) * size - packed)
+
+    def _kept_bytes(self, size: int, has_decoder: bool) -> int:
+        """Return what gpt-oss' experts save on a GPU, of weights of so many bytes each, where they stay MXFP4."""
+        told, shape = self.shape.text.block("quantization_config"), self.shape
+        is_kept = has_decoder and told is not None and told.tree.get("quant_method") == "mxfp4"
+        if not is_kept or self.config.dtype != "auto" or shape.architecture != "GptOssForCausalLM":
+            return 0
+        values = 3 * len(shape.windows) * shape.num_experts * shape.expert_width * shape.hidden
+        return values * size - values // 2 - values // _MXFP4_GROUP
 
     def _rounded_bytes(self, size: int) -> int:
         """Return what quant_config saves on a GPU of weights of so many bytes each."""
