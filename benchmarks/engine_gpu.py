@@ -43,6 +43,11 @@ _LOCAL_ROPE = {"full_attention": _ROPE, "sliding_attention": {"rope_type": "defa
 _GEMMA2 = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
+_GPT_OSS = {"head_dim": 64, "sliding_window": 128, "num_local_experts": 32, "rope_parameters": _YARN}
+_GPT_OSS |= {"num_experts_per_tok": 4}
+_MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}  # its experts are made up so, and stay so on a GPU
 SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # model type, sizes, what else it needs
     "8b": ("llama", (4096, 14336, 32, 32, 8, 128256), {}),  # Llama 3.1's
     "1b": ("llama", (2048, 8192, 16, 32, 8, 128256), {"tie_word_embeddings": True}),  # Llama 3.2's
@@ -53,7 +58,10 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # model type
         {"head_dim": 256, "sliding_window": 1024, "rope_parameters": _LOCAL_ROPE},
     ),
     "qwen3-30b-a3b": ("qwen3_moe", (2048, 6144, 48, 32, 4, 151936), {"head_dim": 128} | _EXPERTS),
+    "gpt-oss-20b": ("gpt_oss", (2880, 2880, 24, 64, 8, 201088), _GPT_OSS | _MXFP4),
+    "gpt-oss-20b-plain": ("gpt_oss", (2880, 2880, 24, 64, 8, 201088), _GPT_OSS),  # experts in bfloat16
     "tiny": ("llama", (128, 256, 2, 8, 2, 512), {}),
+    "tiny-gpt-oss": ("gpt_oss", (64, 64, 2, 8, 2, 512), _GPT_OSS | {"head_dim": 16} | _MXFP4),
     "tiny-experts": ("qwen3_moe", (128, 256, 2, 8, 2, 512), {"head_dim": 16} | _FEW_EXPERTS),
 }
 AIM_LOOP = 0.03  # of a step: what the engine adds to the replay of its graph
@@ -149,7 +157,9 @@ def step_bytes(config: Any, contexts: Sequence[int]) -> float:
     if top_k := getattr(config, "num_experts_per_tok", None):
         count = config.num_experts
         chosen = count * (1 - (1 - top_k / count) ** len(contexts))  # expected
-        layer += hidden * count + 3 * hidden * config.moe_intermediate_size * chosen
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        share = 17 / 64 if getattr(config, "quantization_config", None) else 1  # of two bytes, in MXFP4
+        layer += hidden * count + 3 * hidden * width * chosen * share
     else:
         layer += 3 * hidden * config.intermediate_size
     seen = sum(contexts) * config.num_hidden_layers
