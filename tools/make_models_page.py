@@ -39,6 +39,7 @@ FORMS = {  # what a form of the tables is proved by
     "quantized": TESTS + "test_quantized.py::test_every_method_is_in_a_layout",
     "quantized by the methods' own libraries": TESTS
     + "test_quantized_libraries.py::test_weights_and_tokens_are_those_of_transformers_own_dequantized_model",
+    "experts that stay MXFP4": TESTS + "test_kept_experts.py",
     "GGUF": TESTS + "test_gguf.py",
     "memory counted before the start": MEMORY,
 }
@@ -73,7 +74,7 @@ QUANTIZED = """\
 ## Quantized checkpoints
 
 Each is dequantized as it is loaded, for every class above that was trained or converted so, on GPUs and CPUs. Another \
-method is refused by its name.
+method is refused by its name. gpt-oss' experts stay MXFP4 [on a GPU](tuning.md#experts-in-mxfp4).
 
 | quantization_config.quant_method | what it stores | written by |
 |---|---|---|

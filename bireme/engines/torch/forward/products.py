@@ -12,7 +12,8 @@
 | the same | 2 to 512 | FewStoredRows | kernels/int4_linear.py | as they are |
 | the same | more | ManyRows | cuBLAS's, with a matrix that is made plain for it | as they are |
 
-Embeddings, norms, routers and the head are plain in every form.
+Embeddings, norms, routers and the head are plain in every form. Experts are plain, or MXFP4 beside plain projections:
+kernels/mixture.py has their products.
 """
 
 from __future__ import annotations
