@@ -60,6 +60,16 @@ def test_products_of_pairs_equal_those_of_plain_weights(randn, weights, rows):
     close(found, references.experts_linear(expected, plain(weights[1]), of, bias=biases[1]), atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter has no products of bfloat16")
+def test_in_bfloat16_products_differ_by_its_rounding(randn, weights):
+    x = randn(40, SIZE).bfloat16()
+    chosen, _ = experts.choose_experts(randn(40, EXPERTS), TOP, True)
+    tiles = experts.group_pairs(chosen, EXPERTS)
+    found = mxfp4_experts.mxfp4_linear(mxfp4_experts.even_first(x), weights[0], tiles).float()
+    expected = references.experts_linear(x, plain(weights[0]), chosen.view(-1)).float()
+    assert float((found - expected).norm() / expected.norm()) < 0.003
+
+
 def test_the_experts_of_one_row_equal_plain_ones(randn, weights):
     x, norm, biases = randn(1, SIZE), randn(SIZE), (randn(EXPERTS, 2 * INNER), randn(EXPERTS, SIZE))
     chosen, shares = experts.choose_experts(randn(1, EXPERTS), TOP, True)
