@@ -226,7 +226,8 @@ def the_pace_that_the_mocker_was_told(done, launch):
 @says(next((line for line in COMMANDS if line.startswith("python tools/simulate.py multi_turn")), ""))
 def as_the_page_shows(done, launch):
     (shown,) = (block for kind, block in BLOCKS if kind == "text")
-    assert [line.split() for line in shown.splitlines()] == [line.split() for line in done.stdout.splitlines()[:-1]]
+    table = [line.split() for line in shown.splitlines()]
+    assert table == [line.split() for line in done.stdout.splitlines()[-1 - len(table) : -1]]  # behind its progress
 
 
 @says(next((line for line in COMMANDS if line.startswith("python tools/simulate.py served/")), ""))

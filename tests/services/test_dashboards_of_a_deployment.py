@@ -22,6 +22,7 @@ ABSENT = {
     "bireme_weights_engines": "the memory service is off",
     "bireme_prompt_attention": "engines on a CPU have one attention",
     "bireme_planner_": "no planner runs",
+    "_draft_": "no engine drafts",
 }
 
 

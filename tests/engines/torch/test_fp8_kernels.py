@@ -164,7 +164,7 @@ bf16, fp8, fp32, i32 = "*bf16", "*fp8e4nv", "*fp32", "i32"
 for block in (0, 128):
     own = {"K": 4096, "BLOCK": block, "IS_GATED": True, "IS_GELU": False, "CHAINED": True, "IS_GPU": True}
     types = {"x": bf16, "weight": "*i32", "bias": fp32, "norm": bf16, "scales": fp32, "out": bf16, "eps": "fp32"}
-    one = own | {"TILE_N": 2, "TILE_J": 512, "HAS_BIAS": False, "HAS_NORM": True, "IS_ADDED": False, "IS_BF16": True}
+    one = own | {"TILE_N": 2, "TILE_J": 512, "HAS_BIAS": False, "HAS_NORM": True, "IS_ADDED": False}
     build(one_row_fp8._fp8_kernel, types | {"N": i32}, one, 4)
     types = {"x": bf16, "weight": fp8, "bias": fp8, "scales": fp32, "out": bf16, "rows": i32, "N": i32}
     few = own | {"PAD_ROWS": 16, "TILE_N": 64, "TILE_K": 128, "IS_SCALED": True, "HAS_BIAS": False, "IS_ADDED": False}
