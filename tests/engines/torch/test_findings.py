@@ -68,7 +68,7 @@ def test_a_decoder_that_computes_something_else_is_found_out_in_a_later_life(mod
         compute = PackedDecoder.compute
         changed.setattr(PackedDecoder, "compute", lambda self, batch: compute(self, batch) * 2)
         assert answer(model, path) == (expected[0], False)
-    assert "fused_off reason=RuntimeError: its logits of a prompt are 1 off" in caplog.text
+    assert "fused_off reason=DifferentLogitsError: its logits of a prompt are 1 off" in caplog.text
     assert answer(model, path) == expected
 
 

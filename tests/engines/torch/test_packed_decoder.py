@@ -3,6 +3,7 @@ own modules do."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -16,6 +17,7 @@ from bireme.engines.torch import native
 from bireme.engines.torch.forward import decoder_weights, packed_decoder, packed_linear
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.decoder_ops import AttentionLayer, NativeOps, PlainOps
+from bireme.engines.torch.forward.warmup import DifferentLogitsError, check_prompts
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.native import cpu
 from bireme.engines.torch.step import GroupStep, TableStep
@@ -259,7 +261,29 @@ def test_one_that_computes_something_else_is_not_used(answer, by_modules, monkey
     library()
     monkeypatch.setattr(NativeOps, "gate", lambda self, gate_up, is_gelu: gate_up.chunk(2, -1)[0].contiguous())
     assert answer(is_packed=False)[0] == by_modules
-    assert "fused_off reason=RuntimeError: its logits of a prompt are" in caplog.text
+    assert "fused_off reason=DifferentLogitsError: its logits of a prompt are" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_experts", "right", "compared"),
+    [
+        (torch.bfloat16, True, 2, [0, 1, 2]),
+        (torch.bfloat16, True, None, [0, 1, 2, 3]),
+        (torch.bfloat16, False, None, [0]),
+        (torch.float32, True, None, [0]),
+    ],
+)
+def test_a_mixture_in_bfloat16_has_to_agree_on_one_of_four_prompts(dtype, has_experts, right, compared):
+    seen = []
+
+    def check(number):
+        seen.append(number)
+        if number != right:
+            raise DifferentLogitsError
+
+    with contextlib.nullcontext() if right else pytest.raises(DifferentLogitsError):
+        check_prompts(dtype, has_experts, check)
+    assert seen == compared
 
 
 @on_cpu

@@ -39,10 +39,17 @@ _MOST_ERROR_OF_FP8 = 0.02  # in float32, where rounding may take the next step o
 _MOST_ERROR_OF_ROUNDED = 2**-4 * (2 / 3) ** 0.5
 _MOST_ERROR_OF_FP8_KV = 0.6  # of logits: what differs in bf16 takes another step at many places, layer after layer
 _MOST_ERROR_OF_EXACT = {torch.bfloat16: 2**-7, torch.float32: 1e-3}  # of one product; four roundings of bf16
-_MOST_ERROR_OF_EXPERTS = 0.3  # in bf16, where a rounding decides between two experts that are about as likely
+# In bf16, where a rounding decides between two experts that are about as likely. Of gpt-oss' rows with random weights
+# one in six differs by more between transformers' own bf16 and float32: one of several prompts must agree.
+_MOST_ERROR_OF_EXPERTS = 0.3
+_PROMPTS_OF_EXPERTS = 4
 # Enough to choose kernels and grow the allocator; more than steps that are graphs have. A full budget may take seconds,
 # as would these on a CPU.
 _MOST_TOKENS = {"cuda": 1024, "cpu": 64}
+
+
+class DifferentLogitsError(RuntimeError):
+    """A decoder computes something else than the model's modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +91,17 @@ def warm_up(forward: Forward, manager: BlockManager, store: KvStore, limits: Eng
 
 def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
     """Compare a prompt and a decode step with what the model's own modules make of them. Raises RuntimeError."""
-    modules, builder, weights = on.forward.modules, on.forward.builder, resident.decoder.weights
+    weights = resident.decoder.weights
     if weights.form is not WeightForm.PLAIN:
-        check_layers(weights, modules)
-    with _checked(on.manager, on.limits, _tokens_to_check(weights)) as (sequence, count):
+        check_layers(weights, on.forward.modules)
+    check_prompts(weights.embeddings.dtype, weights.has_experts, partial(_check_resident, resident, on))
+
+
+def _check_resident(resident: ResidentDecode, on: FirstPasses, number: int) -> None:
+    modules, builder, weights = on.forward.modules, on.forward.builder, resident.decoder.weights
+    with _checked(on.manager, on.limits, number, _tokens_to_check(weights)) as (sequence, count):
         prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
-        expected = on.findings.logits(f"prompt of {count}", lambda: modules.compute(prompt))
+        expected = on.findings.logits(_named(f"prompt of {count}", number), lambda: modules.compute(prompt))
         _compare("logits of a prompt are", expected, resident.decoder.compute(prompt), _most_error(weights, on.store))
         _go_on(sequence, count)
         step = builder.build(SchedulerOutput(decodes=[sequence]))
@@ -102,18 +114,23 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
         found = flight.logits.clone()
         again = [(sequence.slot, 0, row)]  # now, and not when a request would wait for its kernel
         flight.choose_again(found[:, : resident.vocab_size].clone(), again)
-        expected = on.findings.logits(f"decode step after {count}", lambda: modules.compute(step))
+        expected = on.findings.logits(_named(f"decode step after {count}", number), lambda: modules.compute(step))
         _compare("logits of a decode step are", expected, found, _most_error(weights, on.store))
 
 
 def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) -> None:
     """The same of a prompt's rows, and of the row that decodes behind them. Raises RuntimeError."""
+    weights = resident.decoder.weights
+    check_prompts(weights.embeddings.dtype, weights.has_experts, partial(_check_mixed, mixed, resident, on))
+
+
+def _check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses, number: int) -> None:
     modules, builder, weights = on.forward.modules, on.forward.builder, resident.decoder.weights
     row = Row(SamplingParams(), [], (), (), resident.vocab_size)
-    with _checked(on.manager, on.limits, _tokens_to_check(weights)) as (sequence, count):
+    with _checked(on.manager, on.limits, number, _tokens_to_check(weights)) as (sequence, count):
         plans = {
-            f"prompt of {count}": SchedulerOutput(chunks=[(sequence, count)]),
-            f"decode step after {count}": SchedulerOutput(decodes=[sequence]),
+            _named(f"prompt of {count}", number): SchedulerOutput(chunks=[(sequence, count)]),
+            _named(f"decode step after {count}", number): SchedulerOutput(decodes=[sequence]),
         }
         for what, plan in plans.items():
             if plan.decodes:
@@ -127,7 +144,11 @@ def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) ->
 
 def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses) -> None:
     """The same of a decoder on a CPU, and of a prompt's rest. `builder`: the decoder's."""
-    with _checked(on.manager, on.limits) as (sequence, count):
+    check_prompts(on.store.dtype, decoder.has_experts, partial(_check_packed, decoder, builder, on))
+
+
+def _check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses, number: int) -> None:
+    with _checked(on.manager, on.limits, number) as (sequence, count):
         plans = {
             "prompt": SchedulerOutput(chunks=[(sequence, count)]),
             "prompt's rest": SchedulerOutput(chunks=[(sequence, count - count // 2)]),
@@ -138,22 +159,38 @@ def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses)
                 _go_on(sequence, count)
             sequence.computed = computed
             by_modules = partial(_compute, on.forward.modules.compute, on.forward.builder, sequence, plan)
-            expected = on.findings.logits(f"{what} of {count}", by_modules)
+            expected = on.findings.logits(_named(f"{what} of {count}", number), by_modules)
             found, most_error = _compute(decoder.compute, builder, sequence, plan), _MOST_ERROR[expected.dtype]
             if decoder.has_experts and expected.dtype is torch.bfloat16:
                 most_error = _MOST_ERROR_OF_EXPERTS
             _compare(f"logits of a {what} are", expected, found, most_error)
 
 
+def check_prompts(dtype: torch.dtype, has_experts: bool, check: Callable[[int], None]) -> None:
+    """Call it for a prompt; of a mixture in bf16 for further ones, until one agrees. Raises RuntimeError."""
+    most = _PROMPTS_OF_EXPERTS if has_experts and dtype is torch.bfloat16 else 1
+    for number in range(most - 1):
+        with contextlib.suppress(DifferentLogitsError):
+            return check(number)
+    check(most - 1)
+
+
+def _named(what: str, number: int) -> str:
+    return f"{what}, prompt {number}" if number else what
+
+
 @contextlib.contextmanager
 def _checked(
-    manager: BlockManager, limits: EngineLimits, most: int = _CHECKED_TOKENS
+    manager: BlockManager, limits: EngineLimits, number: int, most: int = _CHECKED_TOKENS
 ) -> Iterator[tuple[Sequence, int]]:
-    """Give a prompt with blocks for one token more, and its length; free the blocks, also after a failed check."""
+    """Give a prompt with blocks for one token more, and its length; free the blocks, also after a failed check.
+
+    `number`: of the prompt, of several.
+    """
     room = min(spec.num_blocks for spec in manager.groups) * manager.tokens_per_block
     count = max(1, min(most, limits.max_num_tokens, limits.max_seq_len - 2, room - 1))
     sequence = _sequence(manager, 0, count)
-    sequence.tokens = [7 * at % 97 for at in range(count)]
+    sequence.tokens = [(7 + number) * at % 97 for at in range(count)]
     manager.grow(sequence.table, count + 1, 0)
     try:
         yield sequence, count
@@ -245,7 +282,9 @@ def _compare(what: str, expected: torch.Tensor, found: torch.Tensor, most_error:
     right = expected.to(found.device).float()
     error = float((found.float() - right).norm() / right.norm())
     if not error <= most_error:
-        raise RuntimeError(f"its {what} {error:.3g} off what the model's modules make, {most_error:.3g} at most")
+        raise DifferentLogitsError(
+            f"its {what} {error:.3g} off what the model's modules make, {most_error:.3g} at most"
+        )
 
 
 def _sequence(manager: BlockManager, slot: int, num_tokens: int) -> Sequence:
