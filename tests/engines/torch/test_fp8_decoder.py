@@ -123,3 +123,14 @@ def test_what_no_decoder_here_reads_is_refused_by_name(tmp_path, monkeypatch, ki
     monkeypatch.setattr(kernels, "is_usable", lambda device: is_usable)
     with pytest.raises(ConfigError, match=f"quant_config.quant_algo: .*{algo}.*{reason}"):
         Harness(path, **ENGINE, **asks(algo))
+
+
+@pytest.mark.parametrize(
+    ("device", "generation", "takes"),
+    [("cuda", (8, 0), False), ("cuda", (8, 9), True), ("cuda", (9, 0), True), ("cpu", (0, 0), True)],
+)
+def test_gpus_that_convert_no_8_bit_floats_take_none(monkeypatch, device, generation, takes):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+    assert kernels.why_no_fp8(torch.device(device)) == (
+        "" if takes else "GPUs before compute capability 8.9 have no 8-bit floats"
+    )

@@ -15,7 +15,7 @@ from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.decoder_ops import choose_ops
 from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
-from bireme.engines.torch.forward.flash_attention import capability, open_flash_attention
+from bireme.engines.torch.forward.flash_attention import open_flash_attention
 from bireme.engines.torch.forward.forward import Forward, StepPath
 from bireme.engines.torch.forward.kept_blocks import KeptBlocks
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
@@ -31,7 +31,6 @@ from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.sampler import DrawRows
 
 logger = logging.getLogger("bireme.engines.torch")
-_FIRST_WITH_FP8 = (8, 9)  # whose instructions convert them
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +78,7 @@ def check_kv(setup: Setup) -> None:
     why = ""
     if not kernels.is_usable(setup.device):
         why = "a CPU, or a GPU without triton, does not attend to 8-bit floats"
-    elif setup.device.type == "cuda" and capability(setup.device) < _FIRST_WITH_FP8:
-        why = "GPUs before compute capability 8.9 have no 8-bit floats"
-    if why:
+    if why := why or kernels.why_no_fp8(setup.device):
         raise ConfigError(f"kv_cache_config.dtype: 'fp8' on engine torch: {why}; set auto, or use engine: trtllm")
 
 

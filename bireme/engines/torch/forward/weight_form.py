@@ -54,7 +54,7 @@ def choose_form(checkpoint: Checkpoint, config: EngineConfig, device: torch.devi
     if like.form is WeightForm.INT4_GROUPS and checkpoint.shards:
         raise _refused(algo, "integers of 4 bits are made with samples of text, and this checkpoint is plain")
     skeleton, why = _open(checkpoint, config, device)
-    if why := why or fault_of_shapes(skeleton, like):
+    if why := why or _fault(skeleton, like, device):
         raise _refused(algo, why)
     return stored_as(checkpoint, like)
 
@@ -88,14 +88,14 @@ def _as_stored(
         return None, (), why
     names = tuple(f"{owner}.{name}.weight" for owner, _, names in projections(skeleton) for name in names)
     own, why = why_not_kept(checkpoint.quantization, names, Shards(dict(checkpoint.quantization.heads)))
-    if own is not None and (why := fault_of_shapes(skeleton, own)):
+    if own is not None and (why := _fault(skeleton, own, device)):
         own = None
     return own, names, why
 
 
 def _made_up(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, named: StoredAs) -> Checkpoint:
     skeleton, why = _open(checkpoint, config, device)
-    if why := why or fault_of_shapes(skeleton, named):
+    if why := why or _fault(skeleton, named, device):
         logger.info("weights_are_plain named=%s reason=load_format is dummy, and %s", named.algo, why)
         return checkpoint
     return stored_as(checkpoint, named)
@@ -109,6 +109,12 @@ def _open(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) ->
         return None, f"{checkpoint.name} is not one of {', '.join(sorted(FAMILIES))}"
     skeleton = make_skeleton(checkpoint, config.dtype)
     return skeleton, why_not_fused(skeleton)
+
+
+def _fault(skeleton: Any, like: StoredAs, device: torch.device) -> str:
+    """Return what speaks against weights of this form in this model on this device; empty: nothing."""
+    no_fp8 = "" if like.form is WeightForm.INT4_GROUPS else kernels.why_no_fp8(device)
+    return no_fp8 or fault_of_shapes(skeleton, like)
 
 
 def _refused(algo: str, why: str) -> ConfigError:
