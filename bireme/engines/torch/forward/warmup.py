@@ -169,10 +169,14 @@ def _check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses
 def check_prompts(dtype: torch.dtype, has_experts: bool, check: Callable[[int], None]) -> None:
     """Call it for a prompt; of a mixture in bf16 for further ones, until one agrees. Raises RuntimeError."""
     most = _PROMPTS_OF_EXPERTS if has_experts and dtype is torch.bfloat16 else 1
-    for number in range(most - 1):
-        with contextlib.suppress(DifferentLogitsError):
-            return check(number)
-    check(most - 1)
+    for number in range(most):
+        try:
+            check(number)
+        except DifferentLogitsError:
+            if number + 1 == most:
+                raise
+        else:
+            break
 
 
 def _named(what: str, number: int) -> str:
