@@ -232,8 +232,12 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError("--save-times: keeps what is fitted to a request log; leave out --times")
     if options.write and not options.recipe:
         raise ConfigError("--write: needs --recipe FOLDER, the recipe to write to")
-    if measured:
-        return
+    if not measured:
+        _check_lengths(options)
+
+
+def _check_lengths(options: argparse.Namespace) -> None:
+    """Raises ConfigError where lengths are given beside a trace, or are missing without one."""
     lengths = {"--isl": options.isl, "--osl": options.osl, "--rate": options.rate}
     given = [name for name, value in lengths.items() if value is not None]
     if options.requests_from and given:

@@ -17,6 +17,7 @@ import pytest
 from bireme.metric_aliases import OF_WORKERS
 from tests.server.openai_served import five_ports, served, wait_for
 from tests.services.prometheus import Prometheus
+from tools.advising.measured_load import of_prometheus
 
 LIMIT_S = 180
 MODEL, TTFT = "mocker-disagg", "bireme_time_to_first_token_seconds"
@@ -175,6 +176,15 @@ def test_a_gateway_reads_one_series_a_name_beside_the_probes(scraped):
     names = [name for name, _, _ in scraped.samples("health")]
     once = [name for name in names if name.startswith("vllm:")]
     assert len(once) == len(set(once)) and {query.partition("{")[0] for query in GATEWAY} <= set(names)
+
+
+def test_advice_takes_the_load_that_prometheus_has_seen(scraped):
+    usage = scraped.complete()["usage"]
+    wait_for(lambda: scraped.prometheus.ask("sum(increase(bireme_prompt_tokens_count[20s])) > 20"))
+    found = of_prometheus(f"http://{scraped.prometheus.address}", 1 / 60, 20.0)
+    assert found.requests_per_s > 0.5
+    assert found.prompt_tokens == pytest.approx(usage["prompt_tokens"], rel=0.25)  # pages are written while it goes on
+    assert found.output_tokens == pytest.approx(16, rel=0.25)
 
 
 def test_blocks_add_up_under_every_name(scraped):
