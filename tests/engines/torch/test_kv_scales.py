@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from bireme.engines.torch.geometry import KvScales
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
 from bireme.engines.torch.weights.kv_scales import read_kv_scales
+from bireme.engines.torch.weights.quantized.methods import form_named
 from bireme.errors import ConfigError
 from tests.engines.torch import tiny_models
+from tests.engines.torch.torch_harness import Harness, request
 
 ATTENTION = "model.layers.{}.self_attn."
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -85,3 +88,35 @@ def test_what_is_wrong_with_them_is_refused_by_name(with_scales, scales, setting
 def test_a_checkpoint_with_scales_loads_as_without(with_scales):
     model = read_model(with_scales(BOTH), "float32", torch.device("cpu"))
     assert torch.isfinite(model(torch.arange(10)[None]).logits).all()
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen"}
+OF_KV_ALONE = {
+    "no group": COMPRESSED | {"config_groups": {}, "kv_cache_scheme": SCHEME},
+    "a group of outputs": COMPRESSED
+    | {"config_groups": {"group_0": {"targets": ["re:.*k_proj"], "weights": None}}, "kv_cache_scheme": SCHEME},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+}
+
+
+@pytest.mark.parametrize("told", OF_KV_ALONE)
+def test_a_checkpoint_that_quantizes_kv_alone_is_served_plain_and_its_scales_are_read(with_scales, tmp_path, told):
+    with_scales(BOTH)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": OF_KV_ALONE[told]}))
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.quantization is None and form_named(checkpoint.told) is None
+    assert read_kv_scales(checkpoint) == (KvScales(0.5, 2.0), KvScales(0.25, 1.0))
+    model = read_model(checkpoint, "float32", torch.device("cpu"))
+    assert torch.equal(model.lm_head.weight, load_file(tmp_path / "model.safetensors")["lm_head.weight"])
+    with Harness(str(tmp_path), tokens_per_block=8) as engine:
+        assert len(engine.run([request([5, 6, 7], 3)])[0]) == 3
+
+
+def test_neither_weights_nor_kv_in_a_scheme_is_refused_by_name(with_scales, tmp_path):
+    with_scales({})
+    config = json.loads((tmp_path / "config.json").read_text())
+    told = COMPRESSED | {"config_groups": {}, "quantization_status": "compressed"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    with pytest.raises(ConfigError, match="quantization_config.config_groups: none; groups say"):
+        open_checkpoint(str(tmp_path))

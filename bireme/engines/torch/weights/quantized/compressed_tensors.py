@@ -40,8 +40,9 @@ class _ConfigGroup(msgspec.Struct, frozen=True):
 
 
 class _CompressedConfig(msgspec.Struct):
-    config_groups: dict[str, _ConfigGroup]
-    format: str
+    config_groups: dict[str, _ConfigGroup] = {}
+    format: str = "dense"
+    kv_cache_scheme: Any = None
     quantization_status: str = "compressed"
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
@@ -66,6 +67,13 @@ def named_by_scheme(told: dict[str, Any]) -> StoredAs | None:
     return StoredAs("W4A16_GPTQ", group or 0, torch.float16) if is_kept else None
 
 
+def has_plain_weights(told: dict[str, Any]) -> bool:
+    """Return whether the scheme is of KV alone: no group of it stores weights. Raises ConfigError."""
+    scheme = convert(told, _CompressedConfig, TOLD)
+    stores = any(group.weights is not None for group in scheme.config_groups.values())
+    return scheme.kv_cache_scheme is not None and not stores
+
+
 def _scheme_of(told: dict[str, Any]) -> tuple[_WeightArgs, str]:
     """Return the arguments and the format of all weights. Raises ConfigError."""
     scheme = convert(told, _CompressedConfig, TOLD)
@@ -77,6 +85,10 @@ def _scheme_of(told: dict[str, Any]) -> tuple[_WeightArgs, str]:
     if scheme.transform_config or (scheme.sparsity_config or {}).get("format", "dense") != "dense":
         raise ConfigError(f"{TOLD}: sparse and rotated weights (sparsity_config, transform_config) are not read")
     kinds = {(group.weights, group.format or scheme.format) for group in scheme.config_groups.values()}
+    if not kinds:
+        raise ConfigError(
+            f"{TOLD}.config_groups: none; groups say how weights are stored, or kv_cache_scheme how KV is"
+        )
     if len(kinds) != 1:
         raise ConfigError(
             f"{TOLD}.config_groups: {', '.join(scheme.config_groups)} store weights in {len(kinds)} ways; checkpoints"
