@@ -12,6 +12,7 @@ from pathlib import Path
 from bireme.config import Recipe
 from bireme.engines.stub.environment import devices_of, gpu_neighbors
 from bireme.engines.torch import native
+from bireme.engines.torch.weights.limits import FP8, FP8_REMEDY, why_no_fp8_kv
 from bireme.errors import ConfigError
 from bireme.gguf.folder import gguf_files
 from bireme.launch.footprint.config_fields import UncountedError, read_config
@@ -103,6 +104,8 @@ class LaunchFootprint:
             if worker.is_wrong:
                 model = self._recipe.worker_model_path(worker.stage)
                 yield FitProblem(key="model", value=model, reason=worker.reason, remedy="", is_error=True)
+            if worker.engine is not None:
+                yield from self._kv_problems(worker)
             if worker.engine is not None and worker.gpu is not None:
                 yield from self._gpu_problems(worker, worker.engine)
         yield from self._host_problems()
@@ -173,6 +176,13 @@ class LaunchFootprint:
             return None
         index = devices_of(entry, stage)[0] if entry.devices else 0
         return index if index < len(gpus) else None
+
+    def _kv_problems(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
+        """Of KV that this machine's engines do not attend to."""
+        asked = self._recipe.workers[worker.stage].engine_config.kv_cache_config.dtype
+        if asked == FP8 and (why := why_no_fp8_kv(bool(self.machine.gpus))):
+            key = f"workers.{worker.stage}.engine_config.kv_cache_config.dtype"
+            yield FitProblem(key=key, value=asked, reason=why, remedy=FP8_REMEDY, is_error=True)
 
     def _gpu_problems(self, worker: WorkerFootprint, engine: EngineFootprint) -> Iterator[FitProblem]:
         assert worker.gpu is not None

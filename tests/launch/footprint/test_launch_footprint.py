@@ -161,6 +161,16 @@ def test_a_quantized_checkpoint_takes_what_it_does_once_it_is_dequantized(recipe
     assert quantized == plain
 
 
+def test_kv_in_8_bits_is_refused_by_name_where_engines_are_on_a_cpu(recipe):
+    made = recipe(engine={"kv_cache_config": {"dtype": "fp8"}})
+    (found,) = problems(made, MachineMemory(64 * GIB))
+    assert found.is_error and found.key == "workers.decode.engine_config.kv_cache_config.dtype"
+    assert str(found).endswith(
+        ": fp8; a CPU, or a GPU without triton, does not attend to 8-bit floats; set auto, or use engine: trtllm"
+    )
+    assert problems(made, MachineMemory(64 * GIB, gpus=(80 * GIB,))) == []
+
+
 @pytest.mark.parametrize("changes", [{"hidden_size": None}, {"architectures": ["T5ForConditionalGeneration"]}])
 def test_what_can_t_be_counted_is_said_and_refuses_nothing(recipe, changes):
     made, machine = recipe(changes), MachineMemory(64 * GIB)

@@ -24,7 +24,13 @@ from bireme.engines.torch.forward.warmup import FirstPasses, check_mixed, check_
 from bireme.engines.torch.geometry import EngineLimits, KvScales, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.storage import WeightForm
-from bireme.engines.torch.weights.limits import check_kv_dtype, narrow_windows
+from bireme.engines.torch.weights.limits import (
+    FP8,
+    FP8_REMEDY,
+    check_kv_dtype,
+    narrow_windows,
+    why_no_fp8_kv,
+)
 from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
 from bireme.kv.blocks.block_manager import BlockManager
@@ -75,11 +81,8 @@ def check_kv(setup: Setup) -> None:
     """Raise ConfigError where KV is to be 8-bit floats and nothing here attends to them, before weights are loaded."""
     if setup.kv_scales is None:
         return
-    why = ""
-    if not kernels.is_usable(setup.device):
-        why = "a CPU, or a GPU without triton, does not attend to 8-bit floats"
-    if why := why or kernels.why_no_fp8(setup.device):
-        raise ConfigError(f"kv_cache_config.dtype: 'fp8' on engine torch: {why}; set auto, or use engine: trtllm")
+    if why := why_no_fp8_kv(kernels.is_usable(setup.device)) or kernels.why_no_fp8(setup.device):
+        raise ConfigError(f"kv_cache_config.dtype: {FP8!r} on engine torch: {why}; {FP8_REMEDY}")
 
 
 def open_model(setup: Setup, modules: Any, takes_pictures: bool, has_grid_positions: bool) -> StepModel:

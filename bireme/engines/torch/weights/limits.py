@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bireme.engines.torch")
 
 FP8 = "fp8"  # of kv_cache_config.dtype
+FP8_REMEDY = "set auto, or use engine: trtllm"
 _BATCH_SIZE = 64
 _NUM_TOKENS = 2048  # enough to keep a GPU busy; running streams stand still for a step of so many
 _LOGPROB_ELEMENTS = 1 << 25  # logits kept at once for prompt log probabilities
@@ -107,6 +108,11 @@ def _at_least_one(name: str, value: int | None, default: int) -> int:
     if value is not None and value < 1:
         raise ConfigError(f"{name}: {value}; at least 1")
     return default if value is None else value
+
+
+def why_no_fp8_kv(has_kernels: bool) -> str:
+    """Return why KV in 8-bit floats is refused; empty: kernels attend to it."""
+    return "" if has_kernels else "a CPU, or a GPU without triton, does not attend to 8-bit floats"
 
 
 def check_kv_dtype(asked: str, dtype: torch.dtype) -> None:
