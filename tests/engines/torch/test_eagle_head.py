@@ -1,0 +1,167 @@
+"""An EAGLE-3 head in the published layout is computed over paged KV as all at once, and a wrong one is refused."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bireme.engines.torch.forward.decoder_ops import AttentionLayer, PlainOps, choose_ops
+from bireme.engines.torch.forward.eagle_head import EagleHead
+from bireme.engines.torch.step import ChunkView, DecodeView, GroupStep, TableStep
+from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
+from bireme.errors import ConfigError
+from tests.engines.torch.eagle_heads import BASE, MID, make_tensors, published, write_head
+
+SIZE, BLOCKS = 4, [5, 2, 7, 1]  # tokens a block; a sequence's blocks in the pools
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+
+
+def open_head(folder, dtype=torch.float32):
+    return EagleHead.of(read_eagle(folder, BASE), dtype)
+
+
+def paged(head, make_ops):
+    """Return what makes `attend` of places [first, last) of one sequence: a first chunk, or rows that are decoded."""
+    geometry = head.geometry
+    keys, values = (torch.full((9 * SIZE, size), torch.nan, dtype=geometry.dtype) for size in geometry.row_sizes)
+    layer = AttentionLayer(head.rotary(16), keys, values, head.shape.num_heads, SIZE, 0, head.scaling)
+    ops, table = make_ops([layer]), torch.tensor([BLOCKS])
+
+    def attend_of(first, last):
+        at, count = torch.arange(first, last), last - first
+        chunks = [ChunkView(0, last, None, None)] if first == 0 else []
+        rows = table[0][at // SIZE] * SIZE + at % SIZE
+        blocks, length = table.repeat(count, 1).flatten(), 4 * SIZE
+        mask = (torch.arange(length) <= at[:, None])[:, None, None]
+        view = DecodeView(blocks, count, 4, 0, length, mask)
+        plain = GroupStep(rows, None if chunks else view, chunks)
+        step = TableStep(table, torch.zeros(1, count).long(), 0 if chunks else count, chunks, has_drafts=True)
+        return functools.partial(ops.attend, 0, group=step if ops.uses_tables else plain)
+
+    return lambda first, last: lambda qkv, positions: attend_of(first, last)(qkv, positions)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("make_ops", [PlainOps, "compiled"], ids=str)
+def test_over_paged_kv_it_computes_what_the_published_layer_does_all_at_once(tmp_path, make_ops, dtype):
+    """A prompt of 9 tokens, then 4 decode rows of the same sequence across blocks."""
+    head = open_head(write_head(tmp_path), dtype)
+    embeddings, tapped = torch.randn(13, 32).to(dtype), torch.randn(13, 96).to(dtype)
+    hidden = head.fuse(tapped)
+    attend_of = paged(head, choose_ops() if make_ops == "compiled" else make_ops)
+    parts = [
+        head(embeddings[first:last], hidden[first:last], torch.arange(first, last), attend_of(first, last))
+        for first, last in ((0, 9), (9, 13))
+    ]
+    tensors = {name: own.to(dtype) for name, own in make_tensors().items()}
+    torch.testing.assert_close(hidden, tapped @ tensors["fc.weight"].T)
+    for found, expected in zip(zip(*parts, strict=True), published(tensors, embeddings, hidden), strict=True):
+        error = (torch.cat(found) - expected).float().norm() / expected.float().norm()
+        assert float(error) < CLOSE[dtype]
+
+
+def test_a_row_that_it_drafted_stands_in_for_the_base_s(tmp_path):
+    head = open_head(write_head(tmp_path))
+    attend_of, embeddings, first = paged(head, PlainOps), torch.randn(3, 32), torch.randn(1, 32)
+    rows, hidden = [], first
+    for place in range(3):
+        rows.append(hidden)
+        hidden, logits = head(embeddings[place][None], hidden, torch.tensor([place]), attend_of(place, place + 1))
+    expected, of_all = published(make_tensors(), embeddings, torch.cat(rows))
+    torch.testing.assert_close(hidden, expected[-1:], rtol=1e-4, atol=1e-5)
+    assert head.likeliest(logits).item() == 2 * int(of_all[-1].argmax()) + 7
+
+
+def test_logits_come_of_the_rows_that_are_wanted(tmp_path):
+    head = open_head(write_head(tmp_path))
+    embeddings, hidden, at = torch.randn(5, 32), torch.randn(5, 32), torch.arange(5)
+    _, every = head(embeddings, hidden, at, paged(head, PlainOps)(0, 5))
+    _, last = head(embeddings, hidden, at, paged(head, PlainOps)(0, 5), torch.tensor([4]))
+    torch.testing.assert_close(last, every[4:])
+
+
+def test_what_is_written_is_what_was_read(tmp_path):
+    tensors = make_tensors() | {"embed_tokens.weight": torch.randn(50, 32)}
+    head = open_head(write_head(tmp_path, tensors))
+    assert head.tensors().keys() == tensors.keys()
+    assert all(torch.equal(own, tensors[name]) for name, own in head.tensors().items())
+    assert torch.equal(head.embeddings, tensors["embed_tokens.weight"])
+
+
+def test_a_head_that_says_no_layers_reads_those_of_the_published_ones(tmp_path):
+    assert read_eagle(write_head(tmp_path), BASE).shape.taps == (1, 3, 4)
+    told = {"eagle_aux_hidden_state_layer_ids": [0, 4, 7]}
+    assert read_eagle(write_head(tmp_path, eagle_config=told), BASE).shape.taps == (0, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 64}, "config.json: hidden_size is 64, the model's 32"),
+        ({"vocab_size": 60}, "vocab_size is 60, the model's 50"),
+        ({"target_hidden_size": 48}, "target_hidden_size is 48, the model's 32"),
+        ({"architectures": ["Eagle3Speculator"]}, "architectures is Eagle3Speculator"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+        ({"norm_before_residual": True}, "norm_before_residual is True"),
+        ({"hidden_size": "wide"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"draft_vocab_size": 51}, "draft_vocab_size 51 is more than vocab_size 50"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]}},
+            r"are \[0, 3, 8\]; 3 of the model's 0 to 7",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 1]}}, r"are \[5, 1\]"),
+        ({"intermediate_size": 41}, r"midlayer.mlp.down_proj.weight is \[32, 40\], and by config.json \[32, 41\]"),
+        ({"draft_vocab_size": 19}, r"d2t is \[20\], and by config.json \[19\]"),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_another_base_or_layout_is_refused_by_its_field(tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        read_eagle(write_head(tmp_path, **changes), BASE)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"fc.weight": None}, "lacks 1 of an EAGLE-3 head's tensors, fc.weight among them"),
+        ({"d2t": None}, "lacks d2t"),
+        ({"d2t": torch.full((20,), 40)}, "d2t makes draft id 10 token 50; the model's are 0 to 49"),
+        ({"d2t": torch.full((20,), -1)}, "d2t makes draft id 0 token -1"),
+        ({"d2t": torch.zeros(20)}, "d2t is of torch.float32; integers are expected"),
+        ({"t2d": torch.zeros(50, dtype=torch.bool)}, "d2t and t2d disagree about token 7"),
+        ({MID + "self_attn.q_norm.weight": torch.ones(16)}, "has 1 tensors that an EAGLE-3 head has not"),
+        ({"lm_head.weight": torch.ones(21, 32)}, r"model.safetensors: lm_head.weight is \[21, 32\]"),
+    ],
+    ids=lambda given: str(given)[:40],
+)
+def test_weights_that_do_not_fit_are_refused_by_their_name(tmp_path, change, said):
+    tensors = {name: own for name, own in (make_tensors() | change).items() if own is not None}
+    with pytest.raises(ConfigError, match=said):
+        read_eagle(write_head(tmp_path, tensors), BASE)
+
+
+def test_files_that_are_missing_or_broken_are_refused_by_their_name(tmp_path):
+    with pytest.raises(ConfigError, match="config.json can't be read: No such file"):
+        read_eagle(tmp_path, BASE)
+    folder = write_head(tmp_path / "head")
+    (folder / "model.safetensors").write_bytes(b"\x08")
+    with pytest.raises(ConfigError, match="head/model.safetensors is corrupted"):
+        read_eagle(folder, BASE)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="head has no model.safetensors"):
+        read_eagle(folder, BASE)
+
+
+def test_a_head_of_another_width_than_its_base_needs_embeddings_of_its_own(tmp_path):
+    base = SimpleNamespace(hidden_size=48, vocab_size=50, num_hidden_layers=8)
+    tensors = make_tensors() | {"fc.weight": torch.randn(32, 144)}
+    with pytest.raises(ConfigError, match=r"lacks embed_tokens.weight"):
+        read_eagle(write_head(tmp_path, tensors, target_hidden_size=48), base)
+    tensors["embed_tokens.weight"] = torch.randn(50, 32)
+    head = EagleHead.of(read_eagle(write_head(tmp_path, tensors, target_hidden_size=48), base), torch.float32)
+    assert head.fuse(torch.randn(2, 144)).shape == (2, 32)
