@@ -161,6 +161,11 @@ class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefill_worker: str = ""
     decode_worker: str = ""
 
+    @property
+    def num_accepted(self) -> int:
+        """Return how many tokens of drafts the answer has: a stop string may have cut what the engine had accepted."""
+        return min(self.accepted_tokens, self.completion_tokens)
+
 
 class EngineSpan(msgspec.Struct, array_like=True, frozen=True):
     """A part of what an engine did for a request (request_trace.py); times are microseconds since 1970."""

@@ -36,6 +36,7 @@ Contract = Literal["vllm", "trtllm"]
 VLLM_ONLY = frozenset({"sampling_parameters", "return_finish_reason", "return_cumulative_logprob", "return_logprobs"})
 _VLLM_MAX_TOKENS = 16  # vLLM's default
 _RETURNED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+DRAFT_COUNTS = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")  # outputs of a sequence's end
 _MAX_UTF8_BYTES = 4  # of a character
 
 
@@ -222,12 +223,14 @@ def _extras(values: Mapping[str, Any], contract: Contract, params: SamplingParam
         "num_input_tokens": values.get("return_num_input_tokens"),
         "num_output_tokens": values.get("return_num_output_tokens"),
         "sequence_index": contract == "trtllm" and params.n > 1,
+        **dict.fromkeys(DRAFT_COUNTS, values.get("return_perf_metrics")),
     }
     return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 def _vllm_outputs(values: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset({"text_output", *(name for name in _RETURNED if values.get(f"return_{name}"))})
+    drafts = DRAFT_COUNTS if values.get("return_perf_metrics") else ()
+    return frozenset({"text_output", *drafts, *(name for name in _RETURNED if values.get(f"return_{name}"))})
 
 
 def _with_logprobs(sampling: Sampling) -> Sampling:

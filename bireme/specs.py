@@ -231,6 +231,7 @@ _TEXT_IN = (
     _in("return_logprobs", "BOOL"),
     _in("return_num_input_tokens", "BOOL"),
     _in("return_num_output_tokens", "BOOL"),
+    _in("return_perf_metrics", "BOOL"),
     _in("lora_name", "BYTES"),
     _in("cache_salt", "BYTES"),
     _in("session_id", "BYTES"),
@@ -257,6 +258,10 @@ _TEXT_OUT = (
     _out("sequence_index", "INT32", (-1,)),
     _out("num_input_tokens", "UINT32"),
     _out("num_output_tokens", "UINT32", (-1,)),
+    # with the end of each sequence; a rate of nothing drafted is 0
+    _out("acceptance_rate", "FP32", (-1,)),
+    _out("total_accepted_draft_tokens", "INT32", (-1,)),
+    _out("total_draft_tokens", "INT32", (-1,)),
 )
 
 GENERATE = ModelSpec("generate", inputs=(*_TEXT_IN, _in("stream", "BOOL")), outputs=_TEXT_OUT, decoupled=True)
@@ -329,14 +334,15 @@ _TRTLLM_BACKEND_OUT = (
     _out("output_log_probs", "FP32", (-1, -1)),
     _out("num_input_tokens", "INT32"),
     _out("num_output_tokens", "INT32"),
+    # with the end of each sequence
+    _out("acceptance_rate", "FP32"),
+    _out("total_accepted_draft_tokens", "INT32"),
+    _out("total_draft_tokens", "INT32"),
     # never sent: a client that lists one as an output gets an error that names the input to set
     _out("context_logits", "FP32", (-1, -1)),
     _out("generation_logits", "FP32", (-1, -1, -1)),
     *(_out(f"kv_cache_{name}_blocks", "INT32") for name in ("alloc_new", "reused", "alloc_total")),
     *(_out(f"{name}_time_ns", "INT64") for name in ("arrival", "first_scheduled", "first_token", "last_token")),
-    _out("acceptance_rate", "FP32"),
-    _out("total_accepted_draft_tokens", "INT32"),
-    _out("total_draft_tokens", "INT32"),
 )
 TENSORRT_LLM_BLS, ENSEMBLE = (
     ModelSpec(name, _TRTLLM_BACKEND_IN, _TRTLLM_BACKEND_OUT, decoupled=True, max_batch_size=64)

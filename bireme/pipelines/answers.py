@@ -7,15 +7,15 @@ has everything, with one element a sequence where n > 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from bireme.messages import TokenLogprob, TokenLogprobs
-from bireme.request import Contract
+from bireme.messages import TokenLogprob, TokenLogprobs, Usage
+from bireme.request import DRAFT_COUNTS, Contract
 from bireme.text.output import TokenDelta
 from bireme.types import Array, Response, Send, Tensors
 
@@ -159,7 +159,20 @@ def _extras(form: AnswerFormat, deltas: list[TokenDelta], counts: list[int], sum
         "num_output_tokens": lambda: np.array(counts, np.uint32),
         "sequence_index": lambda: np.array([delta.index or 0 for delta in deltas], np.int32),
     }
-    return {name: makers[name]() for name in form.extras}
+    usages = [delta.usage for delta in deltas if delta.usage is not None]
+    drafts = draft_counts(usages) if usages else {}
+    wanted = {name: array for name, array in drafts.items() if name in form.extras}
+    return {name: makers[name]() for name in form.extras.difference(DRAFT_COUNTS)} | wanted
+
+
+def draft_counts(usages: Sequence[Usage]) -> dict[str, Array]:
+    """Return what became of the drafts of ended sequences, one element each; a rate is 0 where nothing was drafted."""
+    rates = [usage.num_accepted / max(1, usage.drafted_tokens) for usage in usages]
+    return {
+        "acceptance_rate": np.array(rates, np.float32),
+        "total_accepted_draft_tokens": np.array([usage.num_accepted for usage in usages], np.int32),
+        "total_draft_tokens": np.array([usage.drafted_tokens for usage in usages], np.int32),
+    }
 
 
 def _log_probs(deltas: list[TokenDelta]) -> Array:

@@ -29,8 +29,7 @@ def drafts_json(usages: Sequence[Usage]) -> dict[str, int]:
     drafted = sum(usage.drafted_tokens for usage in usages)
     if not drafted:
         return {}
-    # A stop string may have cut what the engine had accepted.
-    accepted = sum(min(usage.accepted_tokens, usage.completion_tokens) for usage in usages)
+    accepted = sum(usage.num_accepted for usage in usages)
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bireme.errors import RequestError
-from bireme.pipelines.answers import CollectedDeltas, RunningSums
+from bireme.pipelines.answers import CollectedDeltas, RunningSums, draft_counts
 from bireme.pipelines.sequence import SequenceRequest, SequenceRunner
 from bireme.pipelines.side_by_side import run_sequences
 from bireme.pipelines.text import TextPipeline
@@ -28,7 +28,6 @@ from bireme.types import Array, Inputs, Response, Send, Tensors, info_of
 _REMEDIES = {
     "return_context_logits": "logits are not returned; ask `generate` for prompt_logprobs",
     "return_generation_logits": "logits are not returned; ask for return_log_probs, or `generate` for logprobs",
-    "return_perf_metrics": "not measured here; `usage` of `generate` says what a request cost",
     "decoder_text_input": "models with an encoder for text are not served; leave it out",
     "image_input": "this model takes text; send pictures to `chat`, or to /v1/chat/completions",
     "image_bytes_input": "this model takes text; send pictures to `chat`, or to /v1/chat/completions",
@@ -162,9 +161,11 @@ class _RowPart:
             "num_input_tokens": lambda: np.array([[place.num_input_tokens]], np.int32),
             "num_output_tokens": lambda: np.array([[self._num_tokens]], np.int32),
         }
+        drafts = draft_counts([delta.usage]) if delta.usage is not None else {}
         return {
             "text_output": np.array([(self._echoed + delta.text).encode()], np.object_),
             "batch_index": np.array([[place.row]], np.int32),
             "sequence_index": np.array([[place.sequence]], np.int32),
             **{name: extras[name]() for name in place.extras if name in extras},
+            **{name: array[None] for name, array in drafts.items() if name in place.extras},
         }

@@ -102,6 +102,7 @@ class FakeGeneration:
             usage = Usage(completion_tokens=self.num_tokens, prefill_ms=OWN_PREFILL_MS)
             if self.request.disaggregated_params:  # the figures of its prefill came with them
                 usage = msgspec.structs.replace(PREFILL_USAGE, completion_tokens=self.num_tokens)
+            usage.drafted_tokens, usage.accepted_tokens = self._workers.drafts
             self.sink.finish(Finish(reason, usage, error=error, spans=spans_of(self.request, "queue", "generate")))
 
     def fail(self, error: BiremeError) -> None:
@@ -117,6 +118,7 @@ class FakeWorkers:
         self.down: dict[str, BiremeError] = {}
         self.hold: set[str] = set()  # tokenizer, or a prefill worker
         self.waiting: dict[str, asyncio.Future[None]] = {}  # request id (or tokenizer) -> goes on when set
+        self.drafts = 0, 0  # tokens that each request had drafted and accepted
         self.leases: dict[str, str] = {}  # request id -> prefill worker
         self.handles: set[str] = set()  # embeddings that wait to be fetched
         self.running: list[FakeGeneration] = []

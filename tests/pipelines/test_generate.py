@@ -92,6 +92,28 @@ async def test_sequences_come_in_one_response_without_stream(bench):
     assert call.last("sequence_index") == [0, 1]
 
 
+@pytest.mark.parametrize("more", [{}, {"return_finish_reason": True}], ids=["trtllm", "vllm"])
+async def test_what_became_of_drafts_is_told_when_asked_and_counts_what_was_delivered(bench, more):
+    test = await bench()
+    test.workers.drafts = (12, 9)  # more than a stop string left
+    call = test.ask(return_perf_metrics=True, **more)
+    await test.workers.emit(4)
+    await call.end()
+    assert call.last("acceptance_rate") == pytest.approx([4 / 12])
+    assert (call.last("total_accepted_draft_tokens"), call.last("total_draft_tokens")) == ([4], [12])
+
+
+async def test_the_rate_of_nothing_drafted_is_0_and_nothing_is_told_unasked(bench):
+    test = await bench()
+    calls = [test.ask(stream=True, return_perf_metrics=is_asked) for is_asked in (True, False)]
+    await until(lambda: len(test.workers.running) == 2)
+    await test.workers.emit(4)
+    for call in calls:
+        await call.end()
+    assert (calls[0].last("acceptance_rate"), calls[0].last("total_draft_tokens")) == ([0], [0])
+    assert "acceptance_rate" not in calls[1].responses[-1]
+
+
 async def test_a_stop_string_aborts_in_the_engine_and_ends_with_stop(bench):
     test = await bench()
     call = test.ask(stream=True, max_tokens=50, stop_words=[chr(EXPECTED[2])])

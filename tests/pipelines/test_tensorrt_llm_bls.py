@@ -77,12 +77,23 @@ async def test_log_probabilities_have_the_backend_s_shapes(bench):
     assert response["cum_log_probs"].shape == (1, 1) and response["output_log_probs"].ndim == 3
 
 
+async def test_what_became_of_drafts_is_told_when_asked_with_the_end_of_each_sequence(bench):
+    test, call = await ask(bench, "hi", stream=True, return_perf_metrics=True)
+    await test.workers.emit(0)
+    test.workers.drafts = (8, 3)
+    await test.workers.emit(4)
+    await call.end()
+    *before, last = call.responses
+    assert before and not any("acceptance_rate" in response for response in before)
+    assert last["acceptance_rate"].tolist() == [[0.375]] and last["acceptance_rate"].dtype == np.float32
+    assert (last["total_accepted_draft_tokens"].tolist(), last["total_draft_tokens"].tolist()) == ([[3]], [[8]])
+
+
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
         ("beam_width", 2, "num_return_sequences"),
         ("return_context_logits", True, "prompt_logprobs"),
-        ("return_perf_metrics", True, "usage"),
         ("image_url_input", "http://a", "chat"),
         ("num_draft_tokens", 3, "speculative_config"),
         ("lora_task_id", 7, "lora_name"),
