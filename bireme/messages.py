@@ -333,6 +333,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int = 0  # of an embedding, all its dimensions; 0: it takes no Embed
     step_paths: tuple[str, ...] = ()  # what computes its steps, the most special first; empty: it does not say
     prompt_attention: tuple[str, ...] = ()  # what attends to prompts in the last of these, likewise; of a GPU
+    nextn: int = 0  # tokens of a draft at the most, Dynamo's name for it; 0: nothing is drafted
 
     def within_pool(self) -> Capacity:
         """Return it with no longer a sequence than the KV pool holds: for an engine that keeps all of a sequence."""

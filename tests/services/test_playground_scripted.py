@@ -42,8 +42,8 @@ def event(delta=None, reason=None, **fields):
     return b"data: " + json.dumps({"model": "scripted", "choices": choices, **fields}).encode() + b"\n\n"
 
 
-def say(*texts, reason="stop"):
-    usage = {"prompt_tokens": 3, "completion_tokens": len(texts)}
+def say(*texts, reason="stop", **more):
+    usage = {"prompt_tokens": 3, "completion_tokens": len(texts)} | more
     events = [event({"content": text}) for text in texts]
     return [
         event({"role": "assistant", "content": ""}),
@@ -75,6 +75,18 @@ def test_other_line_ends_and_several_data_lines_are_read(page, scripted):
     parts = [b'data: {"choices":[{"index":0,\r', b'\ndata: "delta":{"content":"both"}}]}\r\n\r\n', b"data:[DONE]\r\r"]
     scripted.pieces, scripted.pause_s = parts, 0.05
     assert page.asked("hi") == "both"
+
+
+def test_tokens_a_step_are_told_where_there_were_drafts(page, scripted):
+    drafts = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 4}
+    scripted.pieces = say("one ", "two", completion_tokens=9, completion_tokens_details=drafts)
+    page.asked("hi")
+    assert page.text(".answer .drafts") == "3.0 tokens a step"
+    page.click(".answer .stats summary")
+    assert "Drafted tokens accepted\n6 of 10 (60%)" in page.text(".answer dl")
+    scripted.pieces = say("one ", "two")
+    page.asked("again", 2)
+    assert len(page.all(".answer .tokens")) == 2 and len(page.all(".answer .drafts")) == 1
 
 
 def test_an_answer_grows_while_it_comes(page, scripted):

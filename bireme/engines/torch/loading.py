@@ -286,5 +286,6 @@ def _capacity(
         dtype=str(model.modules.dtype).removeprefix("torch."),
         image_token_id=pictures.placeholder,
         encodes_images=pictures.encoder is not None,
+        nextn=limits.max_draft_len,
     )
     return capacity.within_pool() if full else capacity  # windows alone keep the end of a sequence

@@ -64,6 +64,13 @@ class Arguments:
         return self.values.get("speculative_config") is not None
 
     @property
+    def draft_len(self) -> int:
+        """Tokens of a draft at the most; 0: there are none, or their kind does not say."""
+        speculation = self.block("speculative_config")
+        layers = speculation.get("num_nextn_predict_layers") or 1
+        return int(speculation.get("max_draft_len") or (layers if speculation.get("decoding_type") == "MTP" else 0))
+
+    @property
     def has_overlap(self) -> bool:
         """TensorRT-LLM's default: a step begins before the last one's tokens are known."""
         return not self.values.get("disable_overlap_scheduler")

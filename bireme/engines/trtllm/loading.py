@@ -170,4 +170,5 @@ def _capacity(
         lora_names=adapters.names,
         image_token_id=pictures.model.placeholder if pictures is not None else None,
         encodes_images=pictures is not None and pictures.tower is not None,
+        nextn=arguments.draft_len,
     )

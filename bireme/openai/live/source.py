@@ -101,6 +101,7 @@ def _worker(name: str, record: WorkerRecord, work: WorkerWork, folder: Path | No
         kv_blocks=report.num_blocks if report else None,
         steps=report.step if report else None,
         sent=work.num_sent,
+        nextn=record.capacity.nextn if record.capacity else 0,
     )
 
 

@@ -43,6 +43,7 @@ class LiveWorker(msgspec.Struct):
     kv_blocks: int | None
     steps: int | None  # engine steps done
     sent: int  # requests of this frontend that are there now
+    nextn: int = 0  # tokens of a draft at the most; 0: it drafts nothing, or its engine is not there
 
 
 class LiveFlow(msgspec.Struct):

@@ -91,6 +91,17 @@ def test_attention_dp_has_as_many_ranks_as_gpus():
 
 
 @pytest.mark.parametrize(
+    ("speculation", "longest"),
+    [
+        (None, 0), ({"decoding_type": "Eagle", "max_draft_len": 3}, 3), ({"decoding_type": "MTP"}, 1),
+        ({"decoding_type": "MTP", "num_nextn_predict_layers": 2}, 2), ({"decoding_type": "User_Provided"}, 0),
+    ],
+)  # fmt: skip
+def test_the_longest_draft_is_told_as_the_settings_have_it(speculation, longest):
+    assert complete({"speculative_config": speculation}).draft_len == longest
+
+
+@pytest.mark.parametrize(
     "ours, theirs", [("debug", "DEBUG"), ("INFO", "INFO"), ("WARN", "WARNING"), ("CRITICAL", "INTERNAL_ERROR")]
 )
 def test_log_levels_are_mapped(ours, theirs):

@@ -15,6 +15,7 @@ from bireme.kv.routing.placement import Flow
 from bireme.openai.live import feed, source
 from bireme.openai.live.state import LiveState, merged
 from bireme.pipelines.faults import MAX_FAULTS, FaultLog
+from tests.kv.routing.router_fixtures import capacity
 from tests.openai.test_keys import bearer, keys
 
 
@@ -56,6 +57,13 @@ async def test_workers_models_and_counters_are_shown(frontend):
         ("decode", "decode", "unknown"),
     ]
     assert state["counters"]["requests"] == {"length": 1} and state["processes"] == {"count": 1, "answered": 1}
+
+
+async def test_a_worker_s_longest_draft_is_shown(frontend):
+    bench = await frontend()
+    members = next(iter(bench.app._models)).services.members
+    members["decode"] = WorkerRecord(worker="decode", life=1, capacity=capacity(nextn=6))
+    assert (await watched(bench))[0]["models"][0]["workers"][0]["nextn"] == 6
 
 
 async def test_ways_of_requests_are_counted_while_somebody_watches(frontend):

@@ -66,6 +66,7 @@ class WorkerCard {
       ["Waiting", waiting(worker)],
       ["Sent from here", number(worker.sent)],
       ["Engine steps/s", steps === null ? null : shownRate(steps)],
+      ["Drafts", worker.nextn ? `up to ${number(worker.nextn)} tokens` : null],
       ["Generation", worker.generation ? `${worker.generation}, weight ${worker.weight}` : null],
       ["Engine since", worker.life ? shownSince(worker.life) : null],
     ].filter(([, text]) => text !== null);

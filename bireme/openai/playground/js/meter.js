@@ -43,3 +43,17 @@ export function shownMs(ms) {
 export function shownRate(rate) {
   return rate < 10 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en");
 }
+
+/** Return what drafts did for an answer, {tokensAStep, accepted}, as people read it; null where nothing was drafted. */
+export function shownDrafts(usage) {
+  const { accepted_prediction_tokens: accepted, rejected_prediction_tokens: rejected } =
+    usage?.completion_tokens_details ?? {};
+  const drafted = accepted + rejected;
+  if (!drafted) return null;
+  const steps = Math.max(1, usage.completion_tokens - accepted); // each makes a token besides those it accepts
+  const share = Math.round((100 * accepted) / drafted);
+  return {
+    tokensAStep: (usage.completion_tokens / steps).toFixed(1),
+    accepted: `${accepted} of ${drafted} (${share}%)`,
+  };
+}
