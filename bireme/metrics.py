@@ -158,7 +158,7 @@ TABLE: dict[str, MetricSpec] = {
         _counter(
             "bireme_engine_steps_total",
             "Steps of the torch engine by what computed them: modules (transformers' own), packed, quantized, fused, "
-            "resident, mixed, decode_graph, prompt_graph.",
+            "resident, verify, mixed, decode_graph, prompt_graph.",
             "path",
         ),
         _gauge(

@@ -127,6 +127,9 @@ class Mixture:
     down_bias: Tensor | None = None  # (E, hidden)
 
 
+_MOST_VERIFIED = 512  # rows of a step: logits and scratch of each take about a megabyte of an 8B model
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     max_batch_size: int
@@ -143,6 +146,14 @@ class EngineLimits:
     max_stream_gap_s: float = 0.0  # of steps that have decodes; 0: none
     max_draft_len: int = 0  # tokens of a draft; 0: there are none
     overlaps: bool = False  # a decode step is started before the tokens of the one before are read
+
+    @property
+    def most_verified_rows(self) -> int:
+        """Return the most rows of a step with drafts that is one launch on a GPU; 0: there are no drafts."""
+        if not self.max_draft_len:
+            return 0
+        rows = min(self.max_batch_size * (1 + self.max_draft_len), self.max_num_tokens)
+        return min(rows, max(self.max_batch_size + self.max_draft_len, _MOST_VERIFIED))
 
     @property
     def most_blocks(self) -> int:

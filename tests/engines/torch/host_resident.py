@@ -50,7 +50,7 @@ class Flight:
 class HostResident:
     """Computes as the engine's own steps do. A row draws by its parameters alone, as on a GPU: without its guide."""
 
-    most_rows = 16
+    most_rows = 64
 
     def __init__(self, parts: Parts) -> None:
         self.num_ahead = 0  # steps that were started before the tokens of the one before were read
@@ -58,6 +58,7 @@ class HostResident:
         self.num_gone_on = 0  # parts of prompts that were started before the part before had been read
         self._parts = parts
         self.num_chosen_again = 0  # of them, those with rows whose tokens were chosen from edited logits
+        self.num_verified = 0  # steps with drafts
         self.last: dict[Any, int] = {}
         self._flight: Flight | None = None
 
@@ -65,10 +66,15 @@ class HostResident:
     def put_into(cls, parts: Parts) -> HostResident:
         """Have it start an engine's steps, those with prompts as well."""
         parts.forward.resident = parts.forward.mixed = own = cls(parts)  # type: ignore[assignment]
+        if parts.speculation is not None:
+            parts.forward.verifying = own  # type: ignore[assignment]
         return own
 
     def takes(self, plan: SchedulerOutput) -> bool:
         return not any(sequence.wants_prompt_logprobs for sequence, _ in plan.chunks)
+
+    def room_for_drafts(self, plan: SchedulerOutput) -> int:
+        return self.most_rows - plan.num_decode_rows
 
     def start(self, plan: SchedulerOutput, row_of: Callable[[Request], Row], ahead: int = 0) -> Flight:
         if self._flight is not None:
@@ -95,6 +101,10 @@ class HostResident:
         num_ahead = len(plan.decodes) if ahead else 0
         tokens = [_drawn(logits[at], row_of(one), ahead=at < num_ahead) for at, one in enumerate(batch)]
         self.last = dict(zip((sequence.key for sequence in batch), tokens, strict=True))
+        self.num_verified += bool(plan.drafts)
+        drafted = [(one, depth) for one, ids in plan.drafts.items() for depth in range(1, len(ids) + 1)]
+        rows = logits[len(batch) :]
+        tokens += [_drawn(row, row_of(one), depth) for row, (one, depth) in zip(rows, drafted, strict=False)]
         self._flight = Flight(logits, tokens, self, batch, ahead)
         return self._flight
 

@@ -87,6 +87,20 @@ def test_whatever_a_request_asks_for_it_gets_the_same(guided):
     assert all(result.finish.usage.accepted_tokens for result in results if len(result.tokens) > 9)
 
 
+@needs_tokenizer
+def test_what_the_host_has_to_choose_is_chosen_behind_a_step_that_chose_for_all_rows(guided):
+    requests = [asked(at) for at in (1, 4, 6, 7, 9, 11, 13)]
+    before = without_drafts(guided, requests)
+    parts, forward = guided.core._parts, guided.core._parts.forward
+    resident = HostResident.put_into(parts)
+    try:
+        results = [guided.submit(one) for one in requests]
+        assert [told(result)[:4] for result in results] == [told(result)[:4] for result in before]
+        assert num_accepted(results) > 60 and resident.num_verified > 4
+    finally:
+        forward.resident = forward.mixed = forward.verifying = None
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 def test_the_last_token_may_be_anywhere_in_a_burst(engine, max_tokens):
     requests = [request(prompt, max_tokens) for prompt in FEW]
@@ -227,6 +241,7 @@ def test_a_batch_that_is_drafted_for_lands_each_step_and_others_are_started_ahea
         assert engine.run([request(prompt) for prompt in FEW]) == model.expect(FEW)
         ahead = resident.num_ahead  # parts of prompts, and tokens behind which no draft has room
         assert num_accepted(engine.results.values()) > 6 * 48 / 2 and ahead < 30
+        assert resident.num_verified > 4
         speculation.lengths.is_hopeful = lambda plan, most: False
         assert engine.run([request(prompt) for prompt in FEW]) == model.expect(FEW)
         assert resident.num_ahead - ahead > 30

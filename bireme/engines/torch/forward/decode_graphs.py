@@ -117,6 +117,12 @@ def graph_sizes(config: CudaGraphConfig | None, max_batch_size: int) -> list[int
     return bucket_sizes(min(config.max_batch_size or _LARGEST, max_batch_size))
 
 
+def verify_sizes(most: int) -> list[int]:
+    """Return the numbers of rows of steps with drafts; a step that is filled up costs little beside its launch."""
+    sizes = [*range(2, 9, 2), 12, 16, 24, 32, 48, 64, 96, 128, *range(192, most + 1, 64)]
+    return sorted({min(size, most) for size in [*sizes, most]})
+
+
 def bucket_sizes(most: int) -> list[int]:
     """Return the batch sizes that graphs are made for: at most a quarter, or seven rows, are filled up."""
     sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, most + 1, 32)]

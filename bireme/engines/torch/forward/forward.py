@@ -6,14 +6,13 @@
 | CPU | the same, of a GGUF file | any | `quantized`: PackedDecoder with the file's blocks |
 | CPU | any other | any | `modules`: transformers' own, attention by PagedStep |
 | GPU | of these families, without pictures | decodes alone | `resident`: ResidentDecode, and its graph of that size |
-| GPU | the same | decodes and chunks of few tokens together | `mixed`: MixedSteps, and their graph of that many rows |
+| GPU | the same | decodes alone, with drafts | `verify`: ResidentDecode's steps of that kind |
+| GPU | the same | decodes, drafts, few tokens of chunks together | `mixed`: MixedSteps, its graph of that many rows |
 | GPU | the same | one short chunk behind many tokens, alone | `prompt_graph`: PromptGraphs of the fused decoder |
 | GPU | the same | any other | `fused`: FusedDecoder, kernel by kernel |
 | GPU | any other | decodes alone | `decode_graph`: DecodeGraphs of the modules |
 | GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the modules |
 | GPU | the same | any other | `modules`: transformers' own, attention by KernelStep |
-
-A step with drafts is on a GPU none of `resident` and `mixed`, whose rows are of as many sequences.
 
 What attends to prompts' chunks in steps of the last row, and of `modules` on a GPU, kernel by kernel:
 
@@ -62,6 +61,7 @@ class StepPath(enum.StrEnum):
     QUANTIZED = enum.auto()
     FUSED = enum.auto()
     RESIDENT = enum.auto()
+    VERIFY = enum.auto()
     MIXED = enum.auto()
     DECODE_GRAPH = enum.auto()
     PROMPT_GRAPH = enum.auto()
@@ -108,6 +108,7 @@ class Forward:
         self.builder = builder
         self.form = WeightForm.PLAIN  # of the layers' projections
         self.resident: ResidentDecode | None = None
+        self.verifying: ResidentDecode | None = None  # of an engine that has drafts
         self.mixed: MixedSteps | None = None
         self.graphs: dict[StepPath, Graphs] = {}
         self._path = StepPath.MODULES  # the decoder's
@@ -116,7 +117,7 @@ class Forward:
     @property
     def paths(self) -> list[StepPath]:
         """The paths that this engine has, the most special first."""
-        own = {StepPath.RESIDENT: self.resident, StepPath.MIXED: self.mixed}
+        own = {StepPath.RESIDENT: self.resident, StepPath.VERIFY: self.verifying, StepPath.MIXED: self.mixed}
         return [*(path for path, steps in own.items() if steps is not None), *self.graphs, self._path]
 
     @property
@@ -137,14 +138,19 @@ class Forward:
 
     def resident_for(self, plan: SchedulerOutput) -> tuple[StepPath, Resident] | None:
         """Return what starts this step and chooses its tokens on the GPU; None: `run` it."""
-        resident, mixed = self.resident, self.mixed
-        if plan.drafts:
-            return None
         if plan.chunks:
+            mixed = self.mixed
             return (StepPath.MIXED, mixed) if mixed is not None and mixed.takes(plan) else None
-        if resident is not None and len(plan.decodes) <= resident.most_rows:
-            return StepPath.RESIDENT, resident
-        return None
+        path, steps = (StepPath.VERIFY, self.verifying) if plan.drafts else (StepPath.RESIDENT, self.resident)
+        return (path, steps) if steps is not None and plan.num_decode_rows <= steps.most_rows else None
+
+    def room_for_drafts(self, plan: SchedulerOutput) -> int:
+        """Return how many rows of drafts a planned step takes without leaving the quickest path that it has."""
+        if self.verifying is None:
+            return plan.budget
+        if not plan.chunks:
+            return max(0, self.verifying.most_rows - len(plan.decodes))
+        return self.mixed.room_for_drafts(plan) if self.mixed is not None and self.mixed.takes(plan) else plan.budget
 
     def run(self, plan: SchedulerOutput) -> Computed:
         batch = self.builder.build(plan)
@@ -161,7 +167,7 @@ class Forward:
         """Have each form of the kernels compiled, and then make graphs that the first requests need, as many as so many
         seconds are enough for.
         """
-        sized = [steps.graphs for steps in (self.mixed, self.resident) if steps is not None]
+        sized = [steps.graphs for steps in (self.mixed, self.resident, self.verifying) if steps is not None]
         for graphs in sized:
             graphs.compile_forms()
         began, waiting, count, longest = time.monotonic(), list(sized), 0, 0.0
@@ -179,7 +185,7 @@ class Forward:
 
     def make_next_graph(self) -> bool:
         """Make a graph that later steps will want, while nothing runs; False: there is none left."""
-        makers: list[Any] = [self.mixed, self.resident, *self.graphs.values()]
+        makers: list[Any] = [self.mixed, self.resident, self.verifying, *self.graphs.values()]
         return any(maker.make_next_graph() for maker in makers if maker is not None)
 
     def keep_pace(self) -> None:

@@ -118,12 +118,13 @@ class FusedDecoder:
         state: DecodeState,
         steps: Tensor,
         parts: Tensor,
-        tiles: Tensor,
-        wanted: Tensor,
+        tiles: Tensor | None = None,
+        wanted: Tensor | None = None,
         num_layers: int | None = None,
     ) -> Tensor:
-        """A step of one token a row, as mixed_steps.py tells it: returns the logits of rows `wanted` (W,).
+        """A step of one token a row, of which several may be of one sequence: returns the logits of rows `wanted` (W,).
 
+        `tiles`: of prompts' rows, as mixed_steps.py tells them; None: all rows have parts. `wanted` None: all.
         `num_layers`: as for `decode`.
         """
         weights, store, eps, size = self.weights, self._store, self.weights.eps, self._store.tokens_per_block
@@ -135,7 +136,7 @@ class FusedDecoder:
         attended = torch.zeros(
             len(x), heads * weights.layers[0].rotary.cos_sin.shape[1], dtype=x.dtype, device=x.device
         )
-        products = products_for(weights, x)
+        products = products_for(weights, x, is_decode=tiles is None)
         for index, layer in enumerate(weights.layers[:num_layers]):
             group, keys, values, scales = (
                 store.group_of[index],
@@ -151,11 +152,12 @@ class FusedDecoder:
             )
             settings = (size, heads, layer.scaling, window, layer.softcap, layer.sinks)
             decode_attention(qkv, rotary, parts[group], table, keys, values, state.scratch, *settings, attended, scales)
-            chunk_attention(turned, tiles, table, keys, values, attended, *settings, scales)
+            if tiles is not None:
+                chunk_attention(turned, tiles, table, keys, values, attended, *settings, scales)
             products.add_output(layer, attended)
             products.add_mlp(layer)
-        x = products.rows()
-        logits = _logits(rms_norm(x[wanted], weights.norm, eps), weights.head, state.logits[: len(wanted)])
+        x = products.rows() if wanted is None else products.rows()[wanted]
+        logits = _logits(rms_norm(x, weights.norm, eps), weights.head, state.logits[: len(x)])
         return cap(logits, weights.softcap) if weights.softcap else logits
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from bireme.engines.torch.forward.decode_state import DecodeState, Ints
 from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
-from bireme.engines.torch.forward.resident_decode import ResidentTables, RowOf
+from bireme.engines.torch.forward.resident_decode import ResidentTables, RowOf, decode_rows
 from bireme.engines.torch.forward.sized_graphs import SizedGraphs
 from bireme.engines.torch.kernels.chunk_attention import TILE_COLUMNS, cut_into_tiles, tile_tokens
 from bireme.engines.torch.kernels.decode_attention import PART_COLUMNS, num_parts
 from bireme.engines.torch.kernels.draw import draw
-from bireme.engines.torch.kernels.step_begin import BLOCKS, POSITION, SLOT, TAKE_LAST, TOKEN
+from bireme.engines.torch.kernels.step_begin import BLOCKS, POSITION, SLOT, TOKEN
 from bireme.engines.torch.step import SchedulerOutput, Sequence
 from bireme.logits.rows import Row
 
@@ -55,7 +55,7 @@ class MixedSteps:
     ) -> None:
         """`most_tokens`: of a step."""
         self._decoder, self._state, self._vocab_size = decoder, state, vocab_size
-        self._most_rows = len(state.tokens)  # that decode
+        self.most_drawn = len(state.tokens)  # rows that decode, those of drafts too, and prompts' last ones
         self._sizes = [size for at, size in enumerate(_SIZES) if not at or _SIZES[at - 1] < most_tokens]
         self._tokens = tile_tokens(decoder.weights.num_heads, state.num_kv)
         length = self._length(self._sizes[-1])
@@ -64,7 +64,7 @@ class MixedSteps:
         self._turn = 0  # one step's may be on its way while another one's is filled in
         self._host, self._heard = (
             [torch.zeros(count, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
-            for count in (length, self._most_rows)
+            for count in (length, self.most_drawn)
         )
         self._tables = ResidentTables(state)
         self.graphs = SizedGraphs(
@@ -74,12 +74,17 @@ class MixedSteps:
     def takes(self, plan: SchedulerOutput) -> bool:
         return (
             plan.num_tokens <= self._sizes[-1]
+            and (not plan.drafts or plan.num_decode_rows + len(plan.chunks) <= self.most_drawn)
             and len(plan.chunks) <= _MOST_CHUNKS
             and all(
                 plan.begin_of(sequence) + count <= _MOST_SEEN and not sequence.wants_prompt_logprobs
                 for sequence, count in plan.chunks
             )
         )
+
+    def room_for_drafts(self, plan: SchedulerOutput) -> int:
+        """Return how many rows more a step that it takes may have."""
+        return min(self._sizes[-1] - plan.num_tokens, self.most_drawn - plan.num_decode_rows - len(plan.chunks))
 
     def start(self, plan: SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step. `ahead`: tokens of each that decodes that have been started and not been read."""
@@ -93,7 +98,8 @@ class MixedSteps:
                 graph.replay()
             else:
                 self.compute(size)
-            return Flight.depart(self._state, self._heard[self._turn][: len(plan.sampled)])
+            count = len(plan.sampled) + plan.num_decode_rows - len(plan.decodes)
+            return Flight.depart(self._state, self._heard[self._turn][:count])
 
     def make_next_graph(self) -> bool:
         """Make one that is still to be made; False: there is none."""
@@ -109,7 +115,7 @@ class MixedSteps:
 
     def _ends(self, size: int) -> list[int]:
         """Return where the parts of what is told end."""
-        groups, decodes = self._state.num_groups, min(size, self._most_rows)
+        groups, decodes = self._state.num_groups, min(size, self.most_drawn)
         lengths = (
             size * (BLOCKS + 2 * groups),
             groups * num_parts(decodes, self._state.num_kv) * PART_COLUMNS,
@@ -130,13 +136,13 @@ class MixedSteps:
 
     def _tell(self, told: MixedTold, plan: SchedulerOutput, row_of: RowOf, ahead: int) -> None:
         state, decodes = self._state, plan.decodes
-        slots = np.array([sequence.slot for sequence in decodes], dtype=np.int32)
-        positions = np.array([len(sequence.tokens) - 1 + ahead for sequence in decodes], dtype=np.int32)
+        tokens, slots, positions = decode_rows(plan, ahead)
         state.fill_steps(told.steps, slots, positions)
         state.fill_parts(told.parts, slots, positions)
-        told.steps[: len(decodes), TOKEN] = TAKE_LAST if ahead else [sequence.tokens[-1] for sequence in decodes]
-        drawn = [(slot, position, row) for row, (slot, position) in enumerate(zip(slots, positions, strict=True))]
-        firsts, tiles, row = list(enumerate(decodes)), [], len(decodes)
+        told.steps[: len(tokens), TOKEN] = tokens
+        rows = [(slot, position, row) for row, (slot, position) in enumerate(zip(slots, positions, strict=True))]
+        drawn, of_drafts = rows[: len(decodes)], rows[len(decodes) :]
+        firsts, tiles, row = list(enumerate(decodes)), [], len(tokens)
         for sequence, count in plan.chunks:
             first = plan.begin_of(sequence)
             end = first + count
@@ -148,6 +154,7 @@ class MixedSteps:
             row += count
             if end == len(sequence.tokens):
                 drawn.append((sequence.slot, end - 1, row - 1))
+        drawn += of_drafts
         told.tiles[:] = 0
         found: Ints = np.concatenate(tiles) if tiles else told.tiles[:0]
         told.tiles[: len(found)] = found

@@ -20,7 +20,13 @@ from bireme.engines.torch.forward.forward import Forward, StepPath
 from bireme.engines.torch.forward.kept_blocks import KeptBlocks
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
-from bireme.engines.torch.forward.warmup import FirstPasses, check_mixed, check_packed, check_resident
+from bireme.engines.torch.forward.warmup import (
+    FirstPasses,
+    check_mixed,
+    check_packed,
+    check_resident,
+    check_verifying,
+)
 from bireme.engines.torch.geometry import EngineLimits, KvScales, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.storage import WeightForm
@@ -175,23 +181,35 @@ def _use_packed(setup: Setup, model: StepModel, on: FirstPasses, is_shared: bool
 
 
 def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: FirstPasses) -> None:
-    from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes
+    from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes, verify_sizes
     from bireme.engines.torch.forward.decode_state import DecodeState
     from bireme.engines.torch.forward.fused_decoder import FusedDecoder
     from bireme.engines.torch.forward.mixed_steps import MixedSteps
     from bireme.engines.torch.forward.resident_decode import ResidentDecode
 
     store, most, config = on.store, on.limits.max_batch_size, setup.config.cuda_graph_config
+    most_verified = on.limits.most_verified_rows
     graphs = graph_sizes(config, most) if store.device.type == "cuda" else []
     sizes, is_padded = sorted({*graphs, *bucket_sizes(most)}), config is None or config.enable_padding
     decoder, state = (
         FusedDecoder(weights, store, on.forward.flash),
-        DecodeState(weights, store, most, on.limits.most_blocks, most),
+        DecodeState(weights, store, most, on.limits.most_blocks, max(most, most_verified)),
     )
     resident = ResidentDecode(decoder, state, model.vocab_size, sizes, graphs, is_padded)
     check_resident(resident, on)
     on.forward.use(StepPath.FUSED, decoder, on.forward.builder)
     on.forward.resident = resident
+    if most_verified:
+        sizes = verify_sizes(most_verified)
+        verifying = ResidentDecode(
+            decoder, state, model.vocab_size, sizes, sizes if graphs else [], is_padded, has_drafts=True
+        )
+        try:
+            check_verifying(verifying, on)
+        except Exception as error:  # steps with drafts are launched kernel by kernel
+            logger.warning("verify_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
+        else:
+            on.forward.verifying = verifying
     if config is not None and config.enable_padding:
         mixed = MixedSteps(decoder, state, model.vocab_size, on.limits.max_num_tokens, bool(graphs))
         try:
@@ -222,7 +240,7 @@ def _add_decode_graphs(
     """Return whether the model's steps can be graphs, and are to be."""
     from bireme.engines.torch.forward.decode_graphs import DecodeGraphs, graph_sizes
 
-    if not (sizes := graph_sizes(config, limits.max_batch_size)):
+    if not (sizes := graph_sizes(config, max(limits.max_batch_size, limits.most_verified_rows))):
         return False
     try:
         shape = (store.windows, limits.most_blocks, sizes, model.has_grid_positions, config.enable_padding)

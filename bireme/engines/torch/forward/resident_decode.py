@@ -3,6 +3,10 @@
 A step is told, in one small copy, which requests take part and which blocks are new. It finds the tokens that the step
 before chose on the GPU, and chooses the next ones there; so it can be started before anybody has read those. One CUDA
 graph for each bucket of batch sizes holds it all.
+
+Steps with drafts are of a kind of their own: a sequence has a row for its last token and one for each of its draft, so
+keys and values of all rows are stored before any attends. All rows' tokens are chosen, and which of them count is
+decided when they have been read: the next step is not started before.
 """
 
 from __future__ import annotations
@@ -29,6 +33,24 @@ logger = logging.getLogger("bireme.engines.torch")
 _APART = 16  # times as large: a step of few rows takes little less than one of many, whose rows nobody has
 
 RowOf = Callable[[step.Sequence], Row]
+
+
+def decode_rows(plan: step.SchedulerOutput, ahead: int = 0) -> tuple[Ints, Ints, Ints]:
+    """Return tokens, slots and positions of a step's decode rows, those of drafts last.
+
+    `ahead`: tokens of each sequence that have been started and not been read.
+    """
+    decodes = plan.decodes
+    tokens = [TAKE_LAST if ahead else one.tokens[-1] for one in decodes]
+    slots = [one.slot for one in decodes]
+    positions = [len(one.tokens) - 1 + ahead for one in decodes]
+    for one, drafts in plan.drafts.items():
+        first, count = len(one.tokens), len(drafts)
+        tokens += drafts
+        slots += [one.slot] * count
+        positions += range(first, first + count)
+    found = np.array([tokens, slots, positions], dtype=np.int32)
+    return found[0], found[1], found[2]
 
 
 class ResidentTables:
@@ -77,12 +99,13 @@ class ResidentDecode:
         sizes: Sequence[int],
         graphs: Sequence[int] = (),
         is_padded: bool = True,
+        has_drafts: bool = False,
     ) -> None:
-        """`sizes`: batch sizes that steps are made for, those with a graph among them.
+        """`sizes`: numbers of rows that steps are made for, those with a graph among them.
 
-        Padded: a batch between two sizes is filled up, otherwise launched as it is.
+        Padded: a step between two sizes is filled up, otherwise launched as it is. `has_drafts`: of its steps.
         """
-        self.most_rows = sizes[-1]
+        self.most_rows, self._has_drafts = sizes[-1], has_drafts
         self.decoder, self.vocab_size = decoder, vocab_size
         self._state, self._sizes, self._tables = state, sizes, ResidentTables(state)
         self._is_cuda = state.told.device.type == "cuda"
@@ -93,17 +116,21 @@ class ResidentDecode:
         )
         self._is_padded = is_padded
         self.graphs = SizedGraphs(
-            self, sorted(graphs), decoder.num_kinds, "decode_graph_made size", "graph_off size", _APART
+            self,
+            sorted(graphs),
+            decoder.num_kinds,
+            "verify_graph_made rows" if has_drafts else "decode_graph_made size",
+            "verify_graph_off rows" if has_drafts else "graph_off size",
+            _APART,
         )
 
     def start(self, plan: step.SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step of decodes alone. `ahead`: tokens of each that have been started and not been read."""
-        batch = plan.decodes
         self._turn = 1 - self._turn
-        count, state = len(batch), self._state
+        count, state = plan.num_decode_rows, self._state
         size = self._size_for(count)
         told = self._told[self._turn]
-        self._tell(told.numpy(), batch, row_of, ahead, size)
+        self._tell(told.numpy(), plan, row_of, ahead, size)
         length = state.size_of(size)
         state.told[:length].copy_(told[:length], non_blocking=True)
         with torch.inference_mode():
@@ -124,19 +151,21 @@ class ResidentDecode:
         own = next(size for size in self._sizes if size >= count)
         return self.graphs.size_for(own, self.most_rows) or own
 
-    def _tell(self, told: Ints, batch: Sequence[step.Sequence], row_of: RowOf, ahead: int, size: int) -> None:
+    def _tell(self, told: Ints, plan: step.SchedulerOutput, row_of: RowOf, ahead: int, size: int) -> None:
         """Fill in what the step is told."""
-        slots = np.array([sequence.slot for sequence in batch], dtype=np.int32)
-        positions = np.array([len(sequence.tokens) - 1 + ahead for sequence in batch], dtype=np.int32)
+        tokens, slots, positions = decode_rows(plan, ahead)
         steps = self._state.fill(told, size, slots, positions)
-        steps[: len(batch), TOKEN] = TAKE_LAST if ahead else [sequence.tokens[-1] for sequence in batch]
-        self._tables.tell(steps, list(enumerate(batch)), row_of)
+        steps[: len(tokens), TOKEN] = tokens
+        self._tables.tell(steps, list(enumerate(plan.decodes)), row_of)
 
     def compute(self, size: int, num_layers: int | None = None) -> Tensor:
         """A step as it is told; of the first layers alone for what their kernels need."""
         state = self._state
-        steps, _ = state.views(state.told, size)
-        logits = self.decoder.decode(state, size, num_layers)
+        steps, parts = state.views(state.told, size)
+        if self._has_drafts:
+            logits = self.decoder.mixed(state, steps, parts, num_layers=num_layers)
+        else:
+            logits = self.decoder.decode(state, size, num_layers)
         draw(logits, steps, state.requests, state.last, state.tokens[:size], self.vocab_size)
         return logits
 

@@ -118,6 +118,30 @@ def _check_resident(resident: ResidentDecode, on: FirstPasses, number: int) -> N
         _compare("logits of a decode step are", expected, found, _most_error(weights, on.store))
 
 
+def check_verifying(verifying: ResidentDecode, on: FirstPasses) -> None:
+    """The same of a step with a draft, whose rows are of one sequence. Raises RuntimeError."""
+    weights = verifying.decoder.weights
+    check_prompts(weights.embeddings.dtype, weights.has_experts, partial(_check_verifying, verifying, on))
+
+
+def _check_verifying(verifying: ResidentDecode, on: FirstPasses, number: int) -> None:
+    modules, builder, weights = on.forward.modules, on.forward.builder, verifying.decoder.weights
+    row = Row(SamplingParams(), [], (), (), verifying.vocab_size)
+    with _checked(on.manager, on.limits, number, _tokens_to_check(weights)) as (sequence, count):
+        modules.compute(builder.build(SchedulerOutput(chunks=[(sequence, count)])))
+        _go_on(sequence, count)
+        length = min(on.limits.max_draft_len, on.limits.max_seq_len - count - 1)
+        on.manager.grow(sequence.table, count + 1 + length, count)
+        plan = SchedulerOutput(decodes=[sequence], drafts={sequence: list(range(5, 5 + length))})
+        if not plan.drafts[sequence]:
+            return
+        what = _named(f"step with a draft of {length} after {count}", number)
+        expected = on.findings.logits(what, partial(_compute, modules.compute, builder, sequence, plan))
+        flight = verifying.start(plan, lambda _: row)
+        flight.read()
+        _compare("logits of a step with a draft are", expected, flight.logits, _most_error(weights, on.store))
+
+
 def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) -> None:
     """The same of a prompt's rows, and of the row that decodes behind them. Raises RuntimeError."""
     weights = resident.decoder.weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
-from bireme.engines.torch.scheduling.speculation.verification import deliver_verified
+from bireme.engines.torch.scheduling.speculation.verification import Draw, deliver_verified
 from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.engines.torch.scheduling.step_ranges import step_range
 from bireme.engines.torch.scheduling.step_records import StepRecorder
@@ -178,7 +179,7 @@ class EngineCore:
             plan = self.scheduler.schedule()
         if self._parts.speculation is not None and plan.decodes:
             with self._range("draft"):
-                self._parts.speculation.draft(plan)
+                self._parts.speculation.draft(plan, self._parts.forward.room_for_drafts(plan))
         self._arrivals.start(plan, now)
         return plan
 
@@ -210,33 +211,34 @@ class EngineCore:
             now, sequences = time.monotonic(), computed.batch.sampled
             if plan.chunks:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
-            num_tokens = self._deliver(plan, computed, sampled, now)
+            num_tokens = self._deliver(plan, sequences, sampled, now, partial(self._draw, computed))
             ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
-            self._pace.landed(work, began, ended, is_seen=bool(sequences) or self._sees_ends)
+            self._landed(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
             if self._recorder is not None and scheduled is not None:
                 self._recorder.stepped(scheduled, computed.path, began)
 
-    def _deliver(self, plan: SchedulerOutput, computed: Computed, sampled: Sampled, now: float) -> int:
-        """Deliver what was drawn; return how many tokens that is."""
-        parts, sequences = self._parts, computed.batch.sampled
+    def _landed(self, plan: SchedulerOutput, work: StepWork, began: float, ended: float, is_seen: bool = True) -> None:
+        costs = self._parts.speculation.verifying if plan.drafts and self._parts.speculation is not None else None
+        self._pace.landed(work, began, ended, is_seen, costs)
+
+    def _deliver(
+        self, plan: SchedulerOutput, sequences: list[Sequence], sampled: Sampled, now: float, draw: Draw
+    ) -> int:
+        """Deliver what was drawn of `sequences`; return how many tokens that is. `draw`: of rows of drafts."""
         if not plan.drafts:
             self._delivery.accept_all(sequences, sampled, now)
             return len(sequences)
-        assert parts.speculation is not None
+        speculation = self._parts.speculation
+        assert speculation is not None
         if self._recorder is not None:
             self._recorder.jumped()
         with self._range("verify"):
-            return deliver_verified(
-                plan,
-                computed,
-                sampled,
-                now,
-                parts.sampler,
-                self._delivery,
-                parts.speculation,
-                lambda sequence: self._computed(sequence, 1),
-            )
+            advance = partial(self._computed, count=1)
+            return deliver_verified(plan, sequences, sampled, now, draw, self._delivery, speculation, advance)
+
+    def _draw(self, computed: Computed, sequences: list[Sequence], rows: list[int]) -> Sampled:
+        return self._parts.sampler.sample(computed.logits[rows], [one.key for one in sequences])
 
     def _begin(self, plan: SchedulerOutput, now: float) -> None:
         """Register new sequences with sampler and accounts; one that can't begin leaves the plan."""
@@ -302,7 +304,7 @@ class EngineCore:
     def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
         """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""
         started = self._start(plan, began)
-        if started.needs_host or not self._parts.limits.overlaps:
+        if plan.drafts or started.needs_host or not self._parts.limits.overlaps:
             self._land(started)
         else:
             self._started = started
@@ -334,7 +336,7 @@ class EngineCore:
             flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
         batch = plan.sampled
-        needs_host = (
+        needs_host = not plan.drafts and (
             self._late.needs_host(batch)
             or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
             or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
@@ -350,7 +352,7 @@ class EngineCore:
     def _land(self, started: _Started) -> None:
         """Read the tokens of a step and deliver them."""
         choice = started.choice or self._choose(started)
-        num_running = sum(sequence.state is SequenceStatus.RUNNING for sequence in started.batch)
+        num_tokens = sum(sequence.state is SequenceStatus.RUNNING for sequence in started.batch)
         with self._range("land"):
             plan, sampled = started.plan, self._late.accept(started.flight, started.batch, choice)
         plan.keep_running()
@@ -361,10 +363,12 @@ class EngineCore:
         now = time.monotonic()
         if plan.chunks:
             note_chunks(plan, self._parts.prompt_work, self.num_steps, started.began_at, now)
-        self._delivery.accept_all(started.batch, sampled, now)
+        delivered = self._deliver(plan, started.batch, sampled, now, partial(self._late.draw, started.flight))
+        if plan.drafts:
+            num_tokens = delivered
         seconds = now - max(started.began_at, self._landed_at)
-        self._parts.accounts.stepped(started.path, seconds, num_running)
-        self._pace.landed(started.work, started.began_at, now)
+        self._parts.accounts.stepped(started.path, seconds, num_tokens)
+        self._landed(plan, started.work, started.began_at, now)
         if self._recorder is not None and started.scheduled is not None:
             self._recorder.stepped(started.scheduled, started.path, started.began_at)
         self._landed_at = now

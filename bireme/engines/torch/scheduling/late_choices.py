@@ -81,6 +81,30 @@ class LateChoices:
         choice.errors = {numbers[index]: error for index, error in errors.items()}
         flight.choose_again(edited, [(one.slot, at, self._sampler.row(one.key)) for at, one in rows.items()])
 
+    def draw(self, flight: Flight, batch: list[Sequence], rows: list[int]) -> Sampled:
+        """Have the sampler take these rows' tokens, of a step that has been read and whose logits are still there.
+
+        Rows whose choice needs the host are chosen now, by what their sequences are.
+        """
+        found = flight.read()
+        sampled = Sampled([found[row] for row in rows], [None] * len(rows))
+        late, known = [], self._sampler.late
+        for at, sequence in enumerate(batch):
+            if known and (row := known.get(sequence.key)) is not None and not row.is_simple:
+                late.append(at)
+                continue
+            try:
+                self._sampler.accept(sequence.key, sampled.tokens[at])
+            except BiremeError as error:
+                sampled.errors[at] = error
+        if late:
+            places = send(np.array([rows[at] for at in late]), flight.logits.device)
+            chosen = self._sampler.sample(flight.logits.index_select(0, places), [batch[at].key for at in late])
+            for number, at in enumerate(late):
+                sampled.tokens[at], sampled.logprobs[at] = chosen.tokens[number], chosen.logprobs[number]
+            sampled.errors |= {late[number]: error for number, error in chosen.errors.items()}
+        return sampled
+
     def accept(self, flight: Flight, batch: list[Sequence], choice: LateChoice) -> Sampled:
         """Wait for the tokens and have the sampler take them."""
         tokens = flight.read()

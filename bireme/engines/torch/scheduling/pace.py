@@ -25,13 +25,18 @@ class StepPace:
     def started(self, seconds: float) -> None:
         self._start_s = max(seconds, self._start_s * 0.9)
 
-    def landed(self, work: StepWork, began_at: float, now: float, is_seen: bool = True) -> None:
-        """`is_seen`: it has ended by now."""
+    def landed(
+        self, work: StepWork, began_at: float, now: float, is_seen: bool = True, costs: StepCosts | None = None
+    ) -> None:
+        """`is_seen`: it has ended by now. `costs`: of steps of its kind, which is seen; None: the usual ones."""
         if not self._unseen:
             self._unseen_from = self._ended_at or began_at
+        elif costs is not None:  # of two kinds together nobody knows what each took
+            self._unseen, self._ended_at = [], now
+            return
         self._unseen.append(work)
         if is_seen:
-            self._costs.landed(self._unseen, now - self._unseen_from)
+            (costs or self._costs).landed(self._unseen, now - self._unseen_from)
             self._unseen, self._ended_at = [], now
 
     def rest(self) -> None:

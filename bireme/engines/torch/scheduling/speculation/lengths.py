@@ -22,7 +22,8 @@ _FADES = 0.9  # of a sequence's trials, with each draft that is verified
 _OF_ALL = 0.99  # of the engine's
 _PROBE_EVERY = 48  # drafts that were not verified
 _PROBE = 2  # tokens of the one that is all the same
-_LOOK_EVERY = 64  # tokens of a sequence for which nobody looks for drafts
+_LOOK_EVERY = 64  # steps before which nobody looks for drafts
+_FEW = 4  # steps with drafts, of which too little is known: they are taken to cost what others do
 
 
 class DraftLengths(Protocol):
@@ -41,7 +42,7 @@ class MeasuredLengths:
         """`verifying`: of steps that have drafts. `most_s`: that a step may take with them; 0: no bound."""
         self._costs, self._verifying, self._most_s = costs, verifying, most_s
         self._of_all = [_FIRST] * num_kinds
-        self._num_left_out = 0
+        self._num_left_out = self._num_unlooked = 0
 
     def choose(self, plan: SchedulerOutput, drafts: Mapping[Sequence, Draft]) -> dict[Sequence, int]:
         hopes = []
@@ -57,7 +58,9 @@ class MeasuredLengths:
         return chosen
 
     def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
-        if any(not one.num_output % _LOOK_EVERY for one in most):
+        self._num_unlooked += 1
+        if self._num_unlooked > _LOOK_EVERY:
+            self._num_unlooked = 0
             return True
         hopes = []
         for sequence, count in most.items():
@@ -65,18 +68,22 @@ class MeasuredLengths:
             rate = max(self.rate(sequence, kind) for kind in range(len(self._of_all)))
             hopes += _hopes(sequence, rate, count, found)
         hopes.sort(key=lambda one: -one[0])
-        return self._most_that_pay(plan, hopes) > 0
+        is_hopeful = self._most_that_pay(plan, hopes) > 0
+        if is_hopeful:
+            self._num_unlooked = 0
+        return is_hopeful
 
     def _most_that_pay(self, plan: SchedulerOutput, hopes: list[tuple[float, Sequence]]) -> int:
         work = StepWork.of(plan)
         tokens = float(len(plan.decodes))
+        verifying = self._verifying if self._verifying.num_landed >= _FEW else self._costs
         best, best_count = _GAIN * tokens / self._costs.usual_s(work), 0
         for count, (hope, sequence) in enumerate(hopes, 1):
             tokens += hope
             work = work.with_rows(1, sequence.computed)
             if count & (count - 1) and count % 4 and count != len(hopes):
                 continue  # of many lengths some are enough
-            seconds = self._verifying.usual_s(work)
+            seconds = verifying.usual_s(work)
             if self._most_s and seconds > self._most_s:
                 break
             if tokens / seconds > best:

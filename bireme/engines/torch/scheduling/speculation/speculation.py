@@ -37,12 +37,13 @@ class Speculation:
     config: SpeculativeConfig
     manager: BlockManager
     metrics: Registry
+    verifying: StepCosts | None = None  # of steps with drafts; None: they cost what others of as many rows do
     is_on: bool = True
 
-    def draft(self, plan: SchedulerOutput) -> None:
-        """Add drafts to a step that is planned, in what is left of its tokens and of the blocks."""
+    def draft(self, plan: SchedulerOutput, room: int) -> None:
+        """Add drafts of at most `room` tokens to a step that is planned, in what is left of its tokens and blocks."""
         longest = self.longest(len(plan.decodes)) if self.is_on else 0
-        most = {one: room for one in plan.decodes if (room := min(longest, _room(one))) > 0}
+        most = {one: count for one in plan.decodes if (count := min(longest, _room(one))) > 0}
         if not most:
             return
         try:
@@ -53,7 +54,7 @@ class Speculation:
             logger.exception("drafts_off reason=the drafter failed: requests are served without drafts from here on")
             return
         for sequence, count in chosen.items():
-            self._add(plan, sequence, found[sequence], count)
+            room -= self._add(plan, sequence, found[sequence], min(count, room))
 
     def _found(self, most: dict[Sequence, int]) -> dict[Sequence, Draft]:
         found = self.drafter.propose(most)
@@ -71,17 +72,19 @@ class Speculation:
         sizes = sorted(schedule)
         return schedule[sizes[max(0, bisect_right(sizes, num_decodes) - 1)]]
 
-    def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> None:
+    def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> int:
+        """Return how many tokens of it the step verifies."""
         manager, table, computed = self.manager, sequence.table, sequence.computed
         count = min(count, plan.budget)
         if not manager.can_grow(table, computed + 1 + count, computed):
             count = min(count, len(table.blocks[0]) * manager.tokens_per_block - computed - 1)
         if count <= 0:
-            return
+            return 0
         manager.grow(table, computed + 1 + count, computed)
         plan.drafts[sequence] = draft.tokens[:count]
         plan.budget -= count
         drafting_of(sequence).kind = draft.kind
+        return count
 
     def is_hopeful(self, plan: SchedulerOutput) -> bool:
         """Return whether the step after this one should wait for its tokens: a draft may follow them, and pay."""
@@ -110,9 +113,10 @@ def open_speculation(
     if config is None or not config.decoding_type:
         return None
     drafter = NgramDrafter(config.max_matching_ngram_size or _NGRAM_SIZE, config.is_keep_all and config.is_use_oldest)
-    lengths = MeasuredLengths(costs, StepCosts() if is_apart else costs, drafter.num_kinds, max_stream_gap_s)
+    verifying = StepCosts() if is_apart else None
+    lengths = MeasuredLengths(costs, verifying or costs, drafter.num_kinds, max_stream_gap_s)
     metrics.start("bireme_draft_tokens_total", "bireme_accepted_draft_tokens_total")
-    return Speculation(drafter, lengths, config, manager, metrics)
+    return Speculation(drafter, lengths, config, manager, metrics, verifying)
 
 
 def drafting_of(sequence: Sequence) -> Drafting:

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bireme.engines.base import RequestKey
-from bireme.engines.torch.forward.forward import Computed
 from bireme.engines.torch.scheduling.delivery import TokenDelivery
 from bireme.engines.torch.scheduling.speculation.speculation import Speculation, drafting_of
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
-from bireme.logits.sampler import Sampled, Sampler
+from bireme.logits.sampler import Sampled
+
+Draw = Callable[[list[Sequence], list[int]], Sampled]  # tokens of sequences, each from a row of the step's logits
 
 
 def deliver_verified(
     plan: SchedulerOutput,
-    computed: Computed,
+    sequences: list[Sequence],
     sampled: Sampled,
     now: float,
-    sampler: Sampler[RequestKey],
+    draw: Draw,
     delivery: TokenDelivery,
     speculation: Speculation,
     advance: Callable[[Sequence], None],
 ) -> int:
     """Deliver a step with drafts, of which each sequence's first token has been drawn; return how many there were.
 
-    `advance`: the KV of a sequence's next token is in the pools.
+    `sequences`: of the first rows of the step's logits. `advance`: the KV of a sequence's next token is in the pools.
     """
-    sequences, going, depth, total = computed.batch.sampled, list(plan.drafts), 0, 0
+    going, depth, total = list(plan.drafts), 0, 0
     accepted, rows = dict.fromkeys(plan.drafts, 0), _rows_of(plan, len(sequences))
     for one in going:
         drafting_of(one).num_drafted += len(plan.drafts[one])
     while True:
-        going = _right(plan, going, depth, dict(zip(sequences, sampled.tokens, strict=True)), accepted)
+        going = _right(plan, going, depth, dict(zip(sequences, sampled.tokens, strict=False)), accepted)
         delivery.accept_all(sequences, sampled, now)
         total += len(sequences)
         sequences = going = [one for one in going if one.state is SequenceStatus.RUNNING]
@@ -39,7 +39,7 @@ def deliver_verified(
             break
         for one in going:
             advance(one)
-        sampled = sampler.sample(computed.logits[[rows[one] + depth for one in going]], [one.key for one in going])
+        sampled = draw(going, [rows[one] + depth for one in going])
         depth += 1
     for one, count in accepted.items():
         speculation.verified(one, len(plan.drafts[one]), count, one.state is not SequenceStatus.RUNNING)
