@@ -1,7 +1,7 @@
 """Does the advice from a table of one GPU agree with what a sweep has measured on two?
 
 A sweep with --rates of two aggregated workers, and of one for prefill with one for decode. This simulates the same
-loads from the table, and compares at which rates the target was held, and which way held it at the higher one:
+arrivals from the table, and compares at which rates the target was held, and which way held it at the higher one:
 
     python tools/make_recipe.py --model MODEL --engine torch --gpu h100 --gpus 2 --mode aggregated \\
         --isl 2000 --osl 200 --concurrency 64 --out out/both
@@ -9,7 +9,8 @@ loads from the table, and compares at which rates the target was held, and which
         --prefill-workers 1 --decode-workers 1 --isl 2000 --osl 200 --concurrency 64 --out out/apart
     python tools/sweep.py out/both out/apart --lengths 2000/200 --rates 6,10,14,18,22,26 --loads bireme \\
         --rate-seconds 60 --ttft-ms 400 --itl-ms 12 --out out/two-gpus
-    python benchmarks/advice_against_sweep.py out/two-gpus --times h100-8b-bf16 --hop-ms 3
+    python benchmarks/advice_against_sweep.py out/two-gpus --times h100-8b-bf16 --hop-ms 3 \\
+        --recipe out/both --recipe out/apart
 
 The target is the sweep's. The table comes first, then the aims, the last line of stdout is one JSON document.
 """
@@ -17,6 +18,7 @@ The target is the sweep's. The table comes first, then the aims, the last line o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -24,13 +26,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
 from bireme.errors import ConfigError
-from bireme.sizing.advice import Bench, Layout, Question, ServiceTarget, loads_of_lengths
+from bireme.recipe_files import load_recipe
+from bireme.sizing.advice import TOKENS_PER_BLOCK, Bench, Layout, Loads, Question, ServiceTarget, Way
 from bireme.sizing.simulator.cluster import ClusterSettings
+from bireme.sizing.simulator.trace import SimulatedRequest, spread
 from bireme.sizing.simulator.worker import SimulatedEngine
 from bireme.sizing.step_times import StepTimes
+from tools.advise import layout_of, with_recipe
+from tools.sweeping.matrix import Cell
+from tools.sweeping.own_load import arrival_times
 from tools.sweeping.report import keeps_limits
 from tools.sweeping.results import Results
 
@@ -80,21 +89,35 @@ def compared(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
     target = ServiceTarget(matrix.ttft_ms, matrix.itl_ms, SHARE)
     engine = SimulatedEngine(times, max(options.kv_tokens // 64, 1), 64)
-    settings = ClusterSettings(prefill=engine, decode=engine, hop_s=options.hop_ms / 1e3)
+    base = ClusterSettings(prefill=engine, decode=engine, hop_s=options.hop_ms / 1e3)
+    settings: dict[Way, ClusterSettings] = {"aggregated": base, "apart": base}
+    for recipe in map(load_recipe, options.recipe):
+        settings[layout_of(recipe).way] = with_recipe(base, recipe, times, base.decode.tokens_per_block)
     rows = []
     for (lengths, kind, rate), alike in sorted(runs.items()):
-        cell = alike[0].cell
-        loads = loads_of_lengths(cell.input_tokens, cell.output_tokens, 0.0, rate, options.requests)
-        bench = Bench(loads, {"aggregated": settings, "apart": settings})
-        advised = bench.ask(LAYOUTS[kind], Question(target))
+        asked = [Bench(loads_of(one.cell), settings).ask(LAYOUTS[kind], Question(target)) for one in alike]
+        advised = sorted(asked, key=lambda one: one.ttft_p90_ms)[len(asked) // 2]
         held = sum(keeps_limits(one.figures, matrix) for one in alike) * 2 > len(alike)
         middle = sorted(alike, key=lambda one: one.figures.ttft_p90_ms or 0.0)[len(alike) // 2].figures
         rows.append({
-            "lengths": lengths, "kind": kind, "rate": rate, "held": held, "advised_held": advised.is_held,
+            "lengths": lengths, "kind": kind, "rate": rate, "held": held,
+            "advised_held": sum(one.is_held for one in asked) * 2 > len(asked),
             "ttft_p90_ms": middle.ttft_p90_ms or 0.0, "itl_p90_ms": middle.itl_p90_ms or 0.0,
             "advised_ttft_p90_ms": advised.ttft_p90_ms, "advised_itl_p90_ms": advised.itl_p90_ms,
         })  # fmt: skip
     return rows
+
+
+def loads_of(cell: Cell) -> Loads:
+    """Return the requests of a cell as its load sent them; a minute's load of that rate may have a longer queue."""
+    num_blocks = cell.input_tokens // TOKENS_PER_BLOCK
+    times = arrival_times(cell.requests, cell.rate, cell.seed)
+    fresh = (range(first, first + num_blocks) for first in itertools.count(1 << 20, num_blocks))
+    requests = [
+        SimulatedRequest(at, cell.input_tokens, cell.output_tokens, spread(np.array(blocks, np.uint64)))
+        for at, blocks in zip(times, fresh, strict=False)
+    ]
+    return lambda draw, speed: requests
 
 
 def better(rows: Sequence[dict[str, Any]], held: str) -> str:
@@ -124,9 +147,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", metavar="FOLDER", help="of tools/sweep.py, with --rates and a target")
     parser.add_argument("--times", default="h100-8b-bf16", help="step times of one GPU")
+    parser.add_argument(
+        "--recipe", action="append", default=[], metavar="FOLDER", help="of the sweep: its limits count; may repeat"
+    )
     parser.add_argument("--hop-ms", type=float, default=3.0, help="to a worker and back, beside its work")
     parser.add_argument("--kv-tokens", type=int, default=400_000, help="that a worker's KV pool holds")
-    parser.add_argument("--requests", type=int, default=1000, help="of a simulation")
     return parser.parse_args(arguments)
 
 

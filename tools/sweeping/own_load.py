@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,18 @@ async def closed_loop(asker: Asker, count: int, concurrency: int, tally: Tally) 
 
 async def open_loop(asker: Asker, count: int, rate: float, tally: Tally, seed: int) -> None:
     """Send `count` requests at random times, so many a second in the mean."""
-    arrivals, at = random.Random(seed), time.perf_counter()
+    began = time.perf_counter()
     tasks = []
-    for _ in range(count):
-        at += arrivals.expovariate(rate)
-        await asyncio.sleep(at - time.perf_counter())
+    for at in arrival_times(count, rate, seed):
+        await asyncio.sleep(began + at - time.perf_counter())
         tasks.append(asyncio.create_task(asker.ask(tally)))
     await asyncio.gather(*tasks)
+
+
+def arrival_times(count: int, rate: float, seed: int) -> Iterator[float]:
+    """Yield when requests are sent, in seconds from the start: Poisson arrivals, the same for the same seed."""
+    drawn = random.Random(seed)
+    return itertools.accumulate(drawn.expovariate(rate) for _ in range(count))
 
 
 async def load(options: argparse.Namespace) -> dict[str, Any]:
