@@ -60,8 +60,10 @@ class QuantConfig(Settings, frozen=True, kw_only=True):
 
 
 _OTHER_DRAFTS = "drafts come of NGram here; set decoding_type: NGram, remove speculative_config, or use engine: trtllm"
-DRAFT_KINDS = Engines(torch=Rule("refused", _OTHER_DRAFTS, ("", "NGram")), mocker=HARMLESS)
+SYNTHETIC = "Synthetic"  # of a machine without weights: which drafts are right is drawn
+DRAFT_KINDS = Engines(torch=Rule("refused", _OTHER_DRAFTS, ("", "NGram", SYNTHETIC)), mocker=HARMLESS)
 _POOL = Rule("refused", "drafts come of a request's own tokens, never of another's; set false, or remove it", (False,))
+_NOT_TRTLLM = Rule("refused", "Synthetic drafts are engine torch's; remove it")
 _BY_COST = Engines(torch=HARMLESS, mocker=HARMLESS)  # torch turns drafts off by what steps take
 
 
@@ -76,6 +78,10 @@ class SpeculativeConfig(Settings, frozen=True, kw_only=True):
     is_use_oldest: Annotated[bool, Engines(mocker=HARMLESS)] = True  # NGram: the first of several places, or the last
     is_public_pool: Annotated[bool | None, Engines(torch=_POOL, mocker=HARMLESS)] = None
     max_concurrency: Annotated[NotNegative | None, Engines(mocker=HARMLESS)] = None  # more sequences: no drafts
+    # Synthetic: the share of tokens, verified behind right ones, that counts as right
+    acceptance_rate: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=1)] | None, Engines(trtllm=_NOT_TRTLLM, mocker=HARMLESS)
+    ] = None
     # max_draft_len from so many sequences of a step on
     draft_len_schedule: Annotated[dict[int, NotNegative] | None, Engines(mocker=HARMLESS)] = None
     acceptance_window: Annotated[int | None, _BY_COST] = None

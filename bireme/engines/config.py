@@ -17,7 +17,7 @@ import msgspec
 from bireme.config import EngineConfig, WorkerEntry
 from bireme.conversion import convert
 from bireme.errors import ConfigError
-from bireme.settings import Engines, Rule, SpeculativeConfig
+from bireme.settings import SYNTHETIC, Engines, Rule, SpeculativeConfig
 
 logger = logging.getLogger("bireme.engines")
 HONORED = Rule("honored")
@@ -93,6 +93,23 @@ def check_values(config: EngineConfig) -> None:
         )
     if not config.llm_args and config.speculative_config is not None:  # TensorRT-LLM's YAML has checks of its own
         _check_drafts(config.speculative_config)
+        _check_synthetic(config.speculative_config, config.load_format)
+
+
+def _check_synthetic(config: SpeculativeConfig, load_format: str) -> None:
+    key, is_synthetic = "speculative_config", config.decoding_type == SYNTHETIC
+    if is_synthetic and load_format != "dummy":
+        raise ConfigError(
+            f"{key}.decoding_type: 'Synthetic' says which drafts are right, so that answers are not the model's: it is"
+            f" for load_format: dummy, and that is {load_format!r}; set NGram, or that to dummy"
+        )
+    if is_synthetic and config.acceptance_rate is None:
+        raise ConfigError(f"{key}.acceptance_rate: missing; set the share of drafted tokens that is right, e.g. 0.7")
+    if not is_synthetic and config.acceptance_rate is not None:
+        raise ConfigError(
+            f"{key}.acceptance_rate: {config.acceptance_rate:g}; it is decoding_type: Synthetic's, others' drafts"
+            " are as right as they are; remove it"
+        )
 
 
 def _check_drafts(config: SpeculativeConfig) -> None:

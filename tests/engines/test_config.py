@@ -107,6 +107,14 @@ def test_a_kind_of_draft_that_torch_lacks_is_refused_by_name_before_its_own_keys
         ({"decoding_type": "NGram", "max_draft_len": 4, "draft_len_schedule": {2: 4}}, "begins with 1: 4"),
         ({"decoding_type": "NGram", "max_draft_len": 4, "draft_len_schedule": {1: 4, 8: 5}}, "5 is more than"),
         (
+            {"decoding_type": "Synthetic", "max_draft_len": 4, "acceptance_rate": 0.5},
+            "'Synthetic' .*load_format: dummy",
+        ),
+        (
+            {"decoding_type": "NGram", "max_draft_len": 4, "acceptance_rate": 0.5},
+            "acceptance_rate: 0.5; .*Synthetic's",
+        ),
+        (
             {"decoding_type": "NGram", "max_draft_len": 4, "speculative_model": "a"},
             "speculative_model: 'a' .*NGram here",
         ),

@@ -75,6 +75,7 @@ class Draft:
 
     tokens: list[int]
     kind: int = 0  # of evidence, below the drafter's `num_kinds`: acceptance is measured for each apart
+    num_right: int | None = None  # tokens that count as right, whatever is drawn; None: those that are drawn
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class Drafting:
     num_drafted: int = 0  # tokens that steps have verified
     num_accepted: int = 0  # of these, delivered
     kind: int = 0  # of the last draft that was verified
+    num_right: int | None = None  # of that draft
     found: float = 1.0  # share of the last looks for a draft that found one
     trials: dict[int, tuple[float, float]] = field(default_factory=dict)  # kind -> accepted and tried, the last most
     # As `learn` returns them, with room for more.

@@ -12,8 +12,9 @@ from bireme.engines.torch.forward import decoder_weights
 from bireme.errors import RequestError
 from bireme.logits.registry import register, unregister
 from bireme.messages import ProcessorCall
+from bireme.settings import SpeculativeConfig
 from tests.engines.torch.host_resident import HostResident
-from tests.engines.torch.known_answers import NGRAM, draft_known
+from tests.engines.torch.known_answers import NGRAM, WholeDrafts, draft_known
 from tests.engines.torch.test_disaggregated import Pair
 from tests.engines.torch.test_equality import MODELS, ON_MODULES
 from tests.engines.torch.test_late_choices import LATE, TOKENIZER, asked, opened, told
@@ -245,3 +246,15 @@ def test_a_batch_that_is_drafted_for_lands_each_step_and_others_are_started_ahea
         speculation.lengths.is_hopeful = lambda plan, most: False
         assert engine.run([request(prompt) for prompt in FEW]) == model.expect(FEW)
         assert resident.num_ahead - ahead > 30
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(1.0, 3.9, 4.0), (0.5, 1.6, 2.2), (0.0, 1.0, 1.0)])
+def test_synthetic_drafts_are_right_as_often_as_the_settings_say(tiny, rate, least, most):
+    drafts = SpeculativeConfig(decoding_type="Synthetic", max_draft_len=3, acceptance_rate=rate)
+    with Harness(tiny("llama").path, speculative_config=drafts, load_format="dummy") as engine:
+        speculation = engine.core._parts.speculation
+        speculation.lengths = WholeDrafts()
+        results = [engine.submit(request(prompt, 81, seed=at, temperature=1.0)) for at, prompt in enumerate(FEW)]
+        assert [(result.finish.error, len(result.tokens)) for result in results] == [("", 81)] * len(FEW)
+        drafted = sum(result.finish.usage.drafted_tokens for result in results) / 3  # bursts
+        assert least <= num_accepted(results) / drafted + 1 <= most

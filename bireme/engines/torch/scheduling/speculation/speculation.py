@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from bireme.engines.torch.scheduling.speculation.drafter import Drafter
 from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
+from bireme.engines.torch.scheduling.speculation.synthetic import SyntheticDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts
 from bireme.engines.torch.step import Draft, Drafting, SchedulerOutput, Sequence
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.metrics import Registry
-from bireme.settings import SpeculativeConfig
+from bireme.settings import SYNTHETIC, SpeculativeConfig
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -83,7 +84,8 @@ class Speculation:
         manager.grow(table, computed + 1 + count, computed)
         plan.drafts[sequence] = draft.tokens[:count]
         plan.budget -= count
-        drafting_of(sequence).kind = draft.kind
+        drafting = drafting_of(sequence)
+        drafting.kind, drafting.num_right = draft.kind, draft.num_right
         return count
 
     def is_hopeful(self, plan: SchedulerOutput) -> bool:
@@ -112,11 +114,17 @@ def open_speculation(
     """Return it; None: the settings ask for no drafts. `is_apart`: steps with drafts take another path than others."""
     if config is None or not config.decoding_type:
         return None
-    drafter = NgramDrafter(config.max_matching_ngram_size or _NGRAM_SIZE, config.is_keep_all and config.is_use_oldest)
+    drafter = _drafter(config)
     verifying = StepCosts() if is_apart else None
     lengths = MeasuredLengths(costs, verifying or costs, drafter.num_kinds, max_stream_gap_s)
     metrics.start("bireme_draft_tokens_total", "bireme_accepted_draft_tokens_total")
     return Speculation(drafter, lengths, config, manager, metrics, verifying)
+
+
+def _drafter(config: SpeculativeConfig) -> Drafter:
+    if config.decoding_type == SYNTHETIC:
+        return SyntheticDrafter(config.acceptance_rate or 0.0)
+    return NgramDrafter(config.max_matching_ngram_size or _NGRAM_SIZE, config.is_keep_all and config.is_use_oldest)
 
 
 def drafting_of(sequence: Sequence) -> Drafting:

@@ -61,10 +61,13 @@ def _right(
     """Return those whose drafts say at this depth what was drawn, and count what of it is delivered."""
     right = []
     for one in going:
-        ids = plan.drafts[one]
-        if depth < len(ids) and drawn[one] == ids[depth] and one.state is SequenceStatus.RUNNING:
+        ids, drafting = plan.drafts[one], drafting_of(one)
+        if depth >= len(ids) or one.state is not SequenceStatus.RUNNING:
+            continue
+        verdict = drafting.num_right
+        if drawn[one] == ids[depth] if verdict is None else depth < verdict:
             right.append(one)
             if drawn[one] not in one.stop_ids:
                 accepted[one] += 1
-                drafting_of(one).num_accepted += 1
+                drafting.num_accepted += 1
     return right
