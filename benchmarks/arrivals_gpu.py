@@ -48,6 +48,7 @@ from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.metrics import Registry
+from bireme.settings import SpeculativeConfig
 from bireme.sizing.simulator.synthetic import poisson_chats
 
 AIM_JOIN_128 = 19.5  # ms to the first token of 128 tokens that join 64 streams of the 8B shape
@@ -78,6 +79,7 @@ class Running:
         is_prepared: bool = True,
         num_threads: int = 1,
         windows: list[int] | None = None,
+        drafts: SpeculativeConfig | None = None,
     ) -> None:
         """`is_prepared`: with all graphs, which an engine makes when it has nothing to do.
 
@@ -91,6 +93,7 @@ class Running:
             ),
             scheduler_config=SchedulerConfig(max_stream_gap_ms=options.gap),
             load_format="dummy",
+            speculative_config=drafts,
         )
         self.asked: dict[RequestKey, Asked] = {}
         self.metrics, began = Registry("bench"), time.perf_counter()

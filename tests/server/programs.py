@@ -38,6 +38,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/quantized_gpu.py": ("--quick",),
     "benchmarks/perplexity.py": ("--quick", "--model", "models/tiny-chat"),
     "benchmarks/speculation_cpu.py": ("--quick", "--model", "models/tiny-chat", "--dtype", "float32"),
+    "benchmarks/speculation_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/guided_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_restart.py": ("--shape", "tiny", "--kills", "1", "--modes", "mapped"),
     "benchmarks/memory_estimate.py": ("--quick", "--cases", "llama", "--device", "cpu"),
