@@ -18,7 +18,7 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 def convert(tree: Any, kind: type[_S], where: str = "") -> _S:
     """Turn plain data into settings. Raises ConfigError naming file, key, value and, for a typo, the nearest key."""
     try:
-        return msgspec.convert(tree, kind, strict=True)
+        return msgspec.convert(tree, kind, strict=True, str_keys=True)  # overrides are JSON: keys are strings
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}{': ' if where else ''}{_explain(str(error), kind, tree)}") from error
 

@@ -97,6 +97,13 @@ def test_a_kind_of_draft_that_torch_lacks_is_refused_by_name_before_its_own_keys
         make_recipe(tree, tmp_path)
 
 
+def test_a_schedule_of_drafts_may_come_from_json_whose_keys_are_strings(tmp_path):
+    block = {"decoding_type": "NGram", "max_draft_len": 4, "draft_len_schedule": {"1": 4, "8": 2}}
+    tree = {"model": "x", "workers": {"decode": {"engine_config": {"speculative_config": block}}}}
+    recipe = make_recipe(tree, tmp_path)
+    assert recipe.workers["decode"].engine_config.speculative_config.draft_len_schedule == {1: 4, 8: 2}
+
+
 @pytest.mark.parametrize(
     ("block", "text"),
     [
