@@ -24,6 +24,8 @@ workers=$("$python" -c 'import importlib.util, os; print(min(12, os.cpu_count())
 "$python" -m pytest -q ${workers:+-n "$workers"} -p no:cacheprovider tests/engines/torch tests/kv/transfer --ignore tests/engines/torch/test_pictures.py \
     --ignore tests/engines/torch/test_video_pipelines.py
 "$python" tests/gpu/embedding_pool.py
+"$python" tests/gpu/mixed_stress.py
+"$python" tests/gpu/mixed_stress.py --drafts 4
 "$python" benchmarks/engine_gpu.py "$@" | tee "$output.txt"
 grep '^{' "$output.txt" >"$output"
 rm "$output.txt"
