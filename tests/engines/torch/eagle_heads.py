@@ -46,6 +46,7 @@ def write_head(folder: Path, tensors: dict[str, Tensor] | None = None, **config:
     return folder
 
 
+@torch.inference_mode()
 def published(tensors: dict[str, Tensor], embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """embeddings and hidden (n, 32) of one sequence, from position 0 -> next hidden (n, 32), logits (n, 20)."""
     config, own = LlamaConfig(**CONFIG), {name.removesuffix(".weight"): tensor for name, tensor in tensors.items()}

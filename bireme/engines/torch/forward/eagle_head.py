@@ -109,14 +109,17 @@ class EagleHead(nn.Module):  # type: ignore[misc]
         """Return rows that stand for `hidden` of the followers (n, h), and logits of what comes after these (n, v).
 
         hidden (n, h): `fuse` of the base's rows, or what this returned for tokens that it has not seen. positions (n,)
-        int64 of these tokens. embeddings (n, h) of their followers. `wanted`: rows whose logits are wanted; None: all.
+        int64 of these tokens. embeddings (n, h) of their followers. `wanted` (m,): the rows that are returned, since of
+        the others keys and values are enough; None: all.
         """
         both = torch.cat([self._normed(embeddings, self.input_norm), self._normed(hidden, self.hidden_norm)], -1)
-        x = hidden + F.linear(attend(F.linear(both, self.qkv), positions), self.output)
+        attended = attend(F.linear(both, self.qkv), positions)
+        if wanted is not None:
+            attended, hidden = attended[wanted], hidden[wanted]
+        x = hidden + F.linear(attended, self.output)
         gate, up = F.linear(self._normed(x, self.mlp_norm), self.gate_up).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, self.down)
-        last = x if wanted is None else x[wanted]
-        return x, F.linear(self._normed(last, self.norm), self.lm_head)
+        return x, F.linear(self._normed(x, self.norm), self.lm_head)
 
     def likeliest(self, logits: Tensor) -> Tensor:
         """logits (n, v) -> (n,) int64: the base's ids of the likeliest tokens."""
