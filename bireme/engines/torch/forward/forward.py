@@ -14,6 +14,8 @@
 | GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the modules |
 | GPU | the same | any other | `modules`: transformers' own, attention by KernelStep |
 
+Where layers' outputs are kept (`tapped.py`), a GPU's steps are those of the last row of their model.
+
 What attends to prompts' chunks in steps of the last row, and of `modules` on a GPU, kernel by kernel:
 
 | chunk | `prompt_attention` |
@@ -32,6 +34,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +44,7 @@ from torch import Tensor
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.flash_attention import FlashAttention, PromptAttention
 from bireme.engines.torch.forward.modules import Modules
+from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.step import Batch, SchedulerOutput
 from bireme.engines.torch.storage import WeightForm
 
@@ -70,6 +74,9 @@ class StepPath(enum.StrEnum):
 class Decoder(Protocol):
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
+
+    def tap(self, tapped: TappedRows) -> None:
+        """Keep the outputs of its layers there, step by step from now on."""
 
 
 class Resident(Protocol):
@@ -113,6 +120,7 @@ class Forward:
         self.graphs: dict[StepPath, Graphs] = {}
         self._path = StepPath.MODULES  # the decoder's
         self._last_step: torch.cuda.Event | None = None  # of which nothing was read back
+        self.tapped: TappedRows | None = None
 
     @property
     def paths(self) -> list[StepPath]:
@@ -128,6 +136,17 @@ class Forward:
     def use(self, path: StepPath, decoder: Decoder, builder: BatchBuilder) -> None:
         """Have a decoder of ours compute the steps, in place of the model's modules."""
         self._path, self.decoder, self.builder = path, decoder, builder
+
+    def tap(self, layers: Sequence[int]) -> TappedRows:
+        """Have steps keep the outputs of these layers. On a GPU they are launched kernel by kernel from then on.
+
+        Raises ConfigError where the model's layers can't be told apart.
+        """
+        self.tapped = TappedRows(layers)
+        self.decoder.tap(self.tapped)
+        self.resident = self.verifying = self.mixed = None
+        self.graphs.clear()
+        return self.tapped
 
     def begin(self) -> None:
         """Make what CUDA's libraries have a thread make at its first product, of the thread that computes steps."""

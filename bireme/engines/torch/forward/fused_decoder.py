@@ -16,6 +16,7 @@ from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWe
 from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.kernel_step import attend_stored
 from bireme.engines.torch.forward.products import products_for
+from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.kernels.chunk_attention import chunk_attention
 from bireme.engines.torch.kernels.decode_attention import decode_attention
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
@@ -37,6 +38,11 @@ class FusedDecoder:
         kinds = [_kind(layer, window) for layer, window in zip(weights.layers, self._windows, strict=True)]
         self.num_kinds = 1 + max(kinds.index(kind) for kind in kinds)  # layers in which are all kinds, the first ones
         self._scale = float(torch.tensor(weights.embed_scale).to(store.dtype))  # as transformers rounds it
+        self._tapped: TappedRows | None = None
+
+    def tap(self, tapped: TappedRows) -> None:
+        """Have `compute` keep the layers' outputs from now on."""
+        self._tapped = tapped
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, batch: Batch) -> Tensor:
@@ -72,6 +78,8 @@ class FusedDecoder:
             attended = attend_stored(group, query, key, value, keys, values, size, extras, self._flash, scales)
             products.add_output(layer, attended.flatten(1))
             products.add_mlp(layer)
+            if self._tapped is not None and index in self._tapped.layers:
+                self._tapped.keep(index, products.rows().clone())  # what is added next is added in place
         x = products.rows()
         logits = _logits(rms_norm(x[batch.logits_rows], weights.norm, eps), weights.head)
         return cap(logits, weights.softcap) if weights.softcap else logits

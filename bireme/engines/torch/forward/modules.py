@@ -17,6 +17,7 @@ from torch import Tensor
 from bireme.engines.torch.forward import attention
 from bireme.engines.torch.forward.attention import AttentionStep, PagedStep, ProbeStep, SizingStep
 from bireme.engines.torch.forward.flash_attention import FlashAttention
+from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch
@@ -98,12 +99,32 @@ class Modules:
         """Of a decoder as Llama's."""
         return self._model.model.layers
 
+    def tap(self, tapped: TappedRows) -> None:
+        """Have the model keep its layers' outputs from now on. Raises ConfigError where it has none by number."""
+        layers = layers_of(self._model)
+        for layer in tapped.layers:
+            layers[layer].register_forward_hook(partial(_keep, tapped, layer))
+
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
         assert batch.logits_rows is not None
         groups = [batch.groups[group] for group in self._store.group_of]
         step = self._make_step(self._store.keys, self._store.values, groups, self._store.tokens_per_block)
         return _forward(self._model, step, batch.ids, batch.positions, batch.logits_rows, batch.embeddings)
+
+
+def layers_of(model: Any) -> Any:
+    """Return a model's decoder layers, by whatever name its family has for them. Raises ConfigError."""
+    number = int(model.config.num_hidden_layers)
+    for part in model.get_decoder().modules():
+        if isinstance(part, torch.nn.ModuleList) and len(part) == number:
+            return part
+    raise ConfigError(f"{type(model).__name__}: its {number} layers are no list; their outputs can't be read")
+
+
+def _keep(tapped: TappedRows, layer: int, _module: Any, _given: Any, output: Any) -> None:
+    rows: Tensor = output[0] if isinstance(output, tuple) else output
+    tapped.keep(layer, rows[0])
 
 
 def _forward(

@@ -22,6 +22,7 @@ from bireme.engines.torch.forward.decoder_weights import DecoderWeights
 from bireme.engines.torch.forward.kept_blocks import KeptBlocks
 from bireme.engines.torch.forward.native_step import MOST_ROWS, NativeStep, StepLayer
 from bireme.engines.torch.forward.packed_linear import Experts, GatedMlp, Linear, make_mlp
+from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.geometry import Rotary
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import Batch, KernelGroup, TableStep
@@ -92,6 +93,11 @@ class PackedDecoder:
         self._scale = None if weights.embed_scale == 1 else torch.tensor(weights.embed_scale).to(store.dtype)
         self._head, self._softcap = Linear(weights.head), weights.softcap
         self.has_experts = weights.has_experts
+        self._tapped: TappedRows | None = None
+
+    def tap(self, tapped: TappedRows) -> None:
+        """Have it keep its layers' outputs from now on."""
+        self._tapped, self._step = tapped, None  # a step in one call leaves none of them
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, batch: Batch) -> Tensor:
@@ -116,6 +122,8 @@ class PackedDecoder:
             qkv = layer.qkv(ops.rms_norm(x, layer.attention_norm, eps))
             x = self._add(x, layer.output, ops.attend(index, qkv, positions, group), layer.attention_post_norm)
             x = self._add(x, layer.mlp, ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp_post_norm)
+            if self._tapped is not None and index in self._tapped.layers:
+                self._tapped.keep(index, x)
         return x
 
     def _add(self, x: Tensor, part: Linear | GatedMlp | Experts, inner: Tensor, post_norm: Tensor | None) -> Tensor:
