@@ -24,6 +24,7 @@ from bireme.engines.torch.geometry import ClampedGate
 from bireme.engines.torch.kernels import (
     chunk_attention,
     decode_attention,
+    draft_attention,
     draw,
     experts,
     few_rows_linear,
@@ -218,6 +219,38 @@ def test_chunks_of_prompts_attend_as_plain_torch(randn, size, window, softcap, h
         rows = slice(first, first + count)
         lengths = torch.arange(position, position + count, device=DEVICE) + 1
         seen = (query[rows, :HEADS], keys, values, table[slot].expand(count, -1), lengths, BLOCK_SIZE, NUM_KV, 0.3)
+        expected[rows] = references.paged_decode(*seen, window, softcap or None, sinks).flatten(1)
+    close(out, expected)
+
+
+@pytest.mark.parametrize("most_parts", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("size", "window", "softcap", "has_sinks"), [(16, 0, 0.0, False), (72, 20, 0.0, True), (16, 50, 2.0, False)]
+)
+def test_rows_of_a_draft_attend_together_as_plain_torch(randn, size, window, softcap, has_sinks, most_parts):
+    slots, positions = np.array([2, 0, 3, 1], np.int32), np.array([0, 191, 130, 63], np.int32)
+    drafts = np.array([[11, 2], [4, 7], [0, 0], [13, 3]], np.int32)  # not in the order of sequences; row 16 is nobody's
+    runs = draft_attention.Runs.of(slots, positions, drafts, most := 4)
+    assert runs.counts.tolist() == [3, 4, 1, 4, 4] and runs.counts.sum() == 16
+    tile = decode_attention.tile_of(torch.float32, size)
+    parts = draft_attention.cut_runs(runs, 8 + 4 * most_parts, most_parts, window, tile)
+    assert parts[:, 6].max() == min(most_parts, parts[:, 6].max()) and (parts[:, 6] > 1).any() == (most_parts > 1)
+    query, scratch = (
+        randn(17, HEADS + NUM_KV, size),
+        decode_attention.Scratch.make(17, HEADS, NUM_KV, size, torch.device(DEVICE)),
+    )
+    keys, values = (randn(BLOCKS * BLOCK_SIZE, NUM_KV * size) for _ in range(2))
+    table = torch.randperm(BLOCKS, device=DEVICE).view(4, 40).int()
+    out, expected = torch.zeros(2, 17, HEADS * size, device=DEVICE)
+    sinks = 3 * randn(HEADS) if has_sinks else None
+    settings = (BLOCK_SIZE, HEADS, 0.3, window, softcap, sinks)
+    told = torch.from_numpy(parts).to(DEVICE)
+    for _ in range(2):  # the counters are zero again afterwards
+        draft_attention.draft_attention(query, told, table, keys, values, scratch, out, most, *settings)
+    for at, (slot, position, (begin, length)) in enumerate(zip(slots, positions, drafts, strict=True)):
+        rows = [at, *range(begin, begin + length)]
+        lengths = torch.arange(position, position + len(rows), device=DEVICE) + 1
+        seen = (query[rows, :HEADS], keys, values, table[slot].expand(len(rows), -1), lengths, BLOCK_SIZE, NUM_KV, 0.3)
         expected[rows] = references.paged_decode(*seen, window, softcap or None, sinks).flatten(1)
     close(out, expected)
 

@@ -17,6 +17,7 @@ from bireme.engines.torch.kernels.decode_attention import (
     num_parts,
     tile_of,
 )
+from bireme.engines.torch.kernels.draft_attention import RUN_COLUMNS, Runs, cut_runs, most_tokens
 from bireme.engines.torch.kernels.draw import NUM_COLUMNS
 from bireme.engines.torch.kernels.step_begin import BLOCKS, NO_BLOCK, POSITION, SLOT
 from bireme.engines.torch.pools.kv_store import KvStore
@@ -27,14 +28,22 @@ Ints = npt.NDArray[np.int32]
 class DecodeState:
     """What decode steps read and write between them. A slot is a sequence's; one more is of rows that fill up."""
 
-    def __init__(self, weights: DecoderWeights, store: KvStore, num_slots: int, columns: int, most_rows: int) -> None:
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        store: KvStore,
+        num_slots: int,
+        columns: int,
+        most_rows: int,
+        max_draft_len: int = 0,
+    ) -> None:
         """`columns`: blocks of the longest row."""
         head, size = weights.head, weights.layers[0].rotary.cos_sin.shape[1]
         num_kv, self.num_groups = store.keys[0].shape[1] // size, len(store.groups)
         make: Any = {"dtype": torch.int32, "device": head.device}
         self.spare, self.num_kv, self.tile = num_slots, num_kv, tile_of(store.dtype, size)
-        self.windows = store.windows
-        self.told = torch.zeros(self.size_of(most_rows), **make)
+        self.windows, self.run_tokens = store.windows, most_tokens(max_draft_len)
+        self.told = torch.zeros(self.size_of(most_rows, bool(max_draft_len)), **make)
         self.tables = torch.zeros(self.num_groups, num_slots + 1, columns, **make)
         self.requests = torch.zeros(num_slots + 1, NUM_COLUMNS, **make)
         self.last = torch.zeros(num_slots + 1, **make)
@@ -42,14 +51,18 @@ class DecodeState:
         self.logits = torch.empty(most_rows, len(head), dtype=torch.float32, device=head.device)
         self.scratch = Scratch.make(most_rows, weights.num_heads, num_kv, size, head.device)
 
-    def size_of(self, rows: int) -> int:
-        return rows * (BLOCKS + 2 * self.num_groups) + self.num_groups * num_parts(rows, self.num_kv) * PART_COLUMNS
+    def size_of(self, rows: int, has_drafts: bool = False) -> int:
+        columns = RUN_COLUMNS if has_drafts else PART_COLUMNS
+        return rows * (BLOCKS + 2 * self.num_groups) + self.num_groups * num_parts(rows, self.num_kv) * columns
 
-    def views(self, told: Any, rows: int) -> tuple[Any, Any]:
-        """Return steps (rows, 3 + 2 * groups) and parts (groups, num_parts, 7) in a tensor or array."""
+    def views(self, told: Any, rows: int, has_drafts: bool = False) -> tuple[Any, Any]:
+        """Return steps (rows, 3 + 2 * groups) and parts (groups, num_parts, 7) in a tensor or array; with drafts runs'
+        parts (groups, num_parts, 9).
+        """
         columns = BLOCKS + 2 * self.num_groups
-        steps, parts = told[: rows * columns], told[rows * columns : self.size_of(rows)]
-        return steps.reshape(rows, columns), parts.reshape(self.num_groups, -1, PART_COLUMNS)
+        steps, parts = told[: rows * columns], told[rows * columns : self.size_of(rows, has_drafts)]
+        shape = self.num_groups, -1, RUN_COLUMNS if has_drafts else PART_COLUMNS
+        return steps.reshape(rows, columns), parts.reshape(*shape)
 
     def fill(self, told: Ints, rows: int, slots: Ints, positions: Ints) -> Ints:
         """Say which rows there are, of a step for `rows` of one token each; return `steps`, tokens zero."""
@@ -58,6 +71,12 @@ class DecodeState:
         self.fill_parts(parts, steps[:, SLOT], steps[:, POSITION])
         found: Ints = steps
         return found
+
+    def fill_runs(self, parts: Ints, slots: Ints, positions: Ints, drafts: Ints) -> None:
+        """Cut what sequences with drafts see into parts, (groups, parts, 9); `drafts` as in Runs."""
+        runs = Runs.of(slots, positions, drafts, self.run_tokens)
+        for group, window in enumerate(self.windows):
+            parts[group] = cut_runs(runs, parts.shape[1], most_parts(self.num_kv), window, self.tile)
 
     def fill_steps(self, steps: Ints, slots: Ints, positions: Ints) -> None:
         """Say what the first rows are; the others write to the null block."""

@@ -19,6 +19,7 @@ from bireme.engines.torch.forward.products import products_for
 from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.kernels.chunk_attention import chunk_attention
 from bireme.engines.torch.kernels.decode_attention import decode_attention
+from bireme.engines.torch.kernels.draft_attention import draft_attention
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rotary import rotate_and_store
 from bireme.engines.torch.kernels.row_wise import cap, rms_norm
@@ -132,8 +133,8 @@ class FusedDecoder:
     ) -> Tensor:
         """A step of one token a row, of which several may be of one sequence: returns the logits of rows `wanted` (W,).
 
-        `tiles`: of prompts' rows, as mixed_steps.py tells them; None: all rows have parts. `wanted` None: all.
-        `num_layers`: as for `decode`.
+        `tiles`: of prompts' rows, as mixed_steps.py tells them; None: all rows are of runs, whose `parts` these are.
+        `wanted` None: all. `num_layers`: as for `decode`.
         """
         weights, store, eps, size = self.weights, self._store, self.weights.eps, self._store.tokens_per_block
         heads = weights.num_heads
@@ -159,8 +160,12 @@ class FusedDecoder:
                 qkv, *norms, rotary.cos_sin, positions, pool_rows[group], keys, values, heads, scales
             )
             settings = (size, heads, layer.scaling, window, layer.softcap, layer.sinks)
-            decode_attention(qkv, rotary, parts[group], table, keys, values, state.scratch, *settings, attended, scales)
-            if tiles is not None:
+            own, scratch = parts[group], state.scratch
+            if tiles is None:
+                run = state.run_tokens
+                draft_attention(turned, own, table, keys, values, scratch, attended, run, *settings, scales)
+            else:
+                decode_attention(qkv, rotary, own, table, keys, values, scratch, *settings, attended, scales)
                 chunk_attention(turned, tiles, table, keys, values, attended, *settings, scales)
             products.add_output(layer, attended)
             products.add_mlp(layer)

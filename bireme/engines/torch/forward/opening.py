@@ -193,7 +193,7 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
     sizes, is_padded = sorted({*graphs, *bucket_sizes(most)}), config is None or config.enable_padding
     decoder, state = (
         FusedDecoder(weights, store, on.forward.flash),
-        DecodeState(weights, store, most, on.limits.most_blocks, max(most, most_verified)),
+        DecodeState(weights, store, most, on.limits.most_blocks, max(most, most_verified), on.limits.max_draft_len),
     )
     resident = ResidentDecode(decoder, state, model.vocab_size, sizes, graphs, is_padded)
     check_resident(resident, on)

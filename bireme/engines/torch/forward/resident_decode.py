@@ -4,9 +4,9 @@ A step is told, in one small copy, which requests take part and which blocks are
 before chose on the GPU, and chooses the next ones there; so it can be started before anybody has read those. One CUDA
 graph for each bucket of batch sizes holds it all.
 
-Steps with drafts are of a kind of their own: a sequence has a row for its last token and one for each of its draft, so
-keys and values of all rows are stored before any attends. All rows' tokens are chosen, and which of them count is
-decided when they have been read: the next step is not started before.
+Steps with drafts are of a kind of their own: a sequence has a row for its last token and one for each of its draft.
+Keys and values of all rows are stored before any attends. A sequence's rows read its KV together. All rows' tokens are
+chosen. Which of them count is decided when they have been read, and the next step is not started before.
 """
 
 from __future__ import annotations
@@ -51,6 +51,15 @@ def decode_rows(plan: step.SchedulerOutput, ahead: int = 0) -> tuple[Ints, Ints,
         positions += range(first, first + count)
     found = np.array([tokens, slots, positions], dtype=np.int32)
     return found[0], found[1], found[2]
+
+
+def _drafts_of(plan: step.SchedulerOutput) -> Ints:
+    """Return of each sequence where the rows of its draft begin, and how many there are (S, 2)."""
+    begin, places = len(plan.decodes), {}
+    for one, drafts in plan.drafts.items():
+        places[one] = begin, len(drafts)
+        begin += len(drafts)
+    return np.array([places.get(one, (0, 0)) for one in plan.decodes], dtype=np.int32)
 
 
 class ResidentTables:
@@ -131,7 +140,7 @@ class ResidentDecode:
         size = self._size_for(count)
         told = self._told[self._turn]
         self._tell(told.numpy(), plan, row_of, ahead, size)
-        length = state.size_of(size)
+        length = state.size_of(size, self._has_drafts)
         state.told[:length].copy_(told[:length], non_blocking=True)
         with torch.inference_mode():
             if (graph := self.graphs.made.get(size)) is not None:
@@ -154,14 +163,25 @@ class ResidentDecode:
     def _tell(self, told: Ints, plan: step.SchedulerOutput, row_of: RowOf, ahead: int, size: int) -> None:
         """Fill in what the step is told."""
         tokens, slots, positions = decode_rows(plan, ahead)
-        steps = self._state.fill(told, size, slots, positions)
+        steps = self._fill(told, size, slots, positions, _drafts_of(plan) if self._has_drafts else None)
         steps[: len(tokens), TOKEN] = tokens
         self._tables.tell(steps, list(enumerate(plan.decodes)), row_of)
+
+    def _fill(self, told: Ints, size: int, slots: Ints, positions: Ints, drafts: Ints | None) -> Ints:
+        """Say which rows there are; return `steps`, tokens zero. `drafts`: where theirs are, (sequences, 2)."""
+        state = self._state
+        if drafts is None:
+            return state.fill(told, size, slots, positions)
+        steps, parts = state.views(told, size, has_drafts=True)
+        state.fill_steps(steps, slots, positions)
+        state.fill_runs(parts, slots[: len(drafts)], positions[: len(drafts)], drafts)
+        found: Ints = steps
+        return found
 
     def compute(self, size: int, num_layers: int | None = None) -> Tensor:
         """A step as it is told; of the first layers alone for what their kernels need."""
         state = self._state
-        steps, parts = state.views(state.told, size)
+        steps, parts = state.views(state.told, size, self._has_drafts)
         if self._has_drafts:
             logits = self.decoder.mixed(state, steps, parts, num_layers=num_layers)
         else:
@@ -172,6 +192,6 @@ class ResidentDecode:
     def tell_nothing(self, size: int) -> None:
         """Have the next computation be one of rows that nobody has."""
         nothing, state = np.zeros(0, dtype=np.int32), self._state
-        told = np.zeros(state.size_of(size), dtype=np.int32)
-        state.fill(told, size, nothing, nothing)
+        told = np.zeros(state.size_of(size, self._has_drafts), dtype=np.int32)
+        self._fill(told, size, nothing, nothing, nothing.reshape(0, 2) if self._has_drafts else None)
         state.told[: len(told)].copy_(torch.from_numpy(told))

@@ -141,11 +141,13 @@ def _attention_kernel(
             tl.debug_barrier()  # all threads' stores come before the count
             if tl.atomic_add(counters + row * N + kv_head, 1) == used - 1:
                 tl.store(counters + row * N + kv_head, 0)
-                _join(partial, weights, out, row * H + kv_head * G, used, G, K, PAD_HEADS, PAD_K, MOST_PARTS, AT_ONCE)
+                join_parts(
+                    partial, weights, out, row * H + kv_head * G, used, G, K, PAD_HEADS, PAD_K, MOST_PARTS, AT_ONCE
+                )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _join(
+def join_parts(
     partial,
     weights,
     out,
@@ -213,14 +215,14 @@ def num_parts(rows: int, num_kv_heads: int) -> int:
     return max(most, rows + most // 2) if rows > 1 else most // 2
 
 
-def _stages(rows: int, dtype: torch.dtype) -> int:
+def num_stages(rows: int, dtype: torch.dtype) -> int:
     """Measured on an H200, 1,000 tokens a row and heads of 128: 3% at 32 rows, 10% at 64."""
     if dtype.itemsize > 2:
         return 2
     return 5 if 8 <= rows <= 32 else 3
 
 
-def _at_once(rows: int, size: int) -> int:
+def at_once(rows: int, size: int) -> int:
     """Return how many parts are joined at once; registers for them take room from programs, of which few rows have
     few."""
     return max(1, min(16, (8192 if rows <= 8 else 2048 if rows <= 32 else 512) // size))
@@ -236,18 +238,26 @@ def cut_into_parts(slots: Ints, positions: Ints, count: int, most: int, window: 
     if not len(slots):
         return parts
     first = np.maximum(0, positions + 1 - window) // tile if window else np.zeros_like(positions)
-    tiles = -(-positions // tile) - first  # of the tokens before the row's own
+    found = share_out(first, -(-positions // tile) - first, count, most)  # of the tokens before the row's own
+    row = found[0]
+    parts[: len(row)] = np.stack((row, slots[row], positions[row], *found[1:]), 1)
+    return parts
+
+
+def share_out(first: Ints, tiles: Ints, count: int, most: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Share rows' tiles, so many from the first on, out among at most `count` parts, and `most` a row.
+
+    Return of each part, long ones first: its row, first and last tile, number, and how many the row has.
+    """
     a_part = max(1, -(-int(tiles.sum()) // count), -(-int(tiles.max()) // most))
     while (used := np.maximum(1, -(-tiles // a_part))).sum() > count:
         a_part += 1 + a_part // 8
-    row = np.repeat(np.arange(len(slots)), used)
+    row = np.repeat(np.arange(len(first)), used)
     number = np.arange(len(row)) - np.repeat(used.cumsum() - used, used)
     begin = first[row] + number * a_part
     end = np.minimum(begin + a_part, (first + tiles)[row])
     order = np.argsort(begin - end, kind="stable")
-    columns = (row, slots[row], positions[row], begin, end, number, used[row])
-    parts[: len(row)] = np.stack(columns, 1)[order]
-    return parts
+    return row[order], begin[order], end[order], number[order], used[row][order]
 
 
 def decode_attention(
@@ -307,14 +317,14 @@ def decode_attention(
         TILE=tile_of(qkv.dtype, size),
         MOST_PARTS=scratch.partial.shape[2],
         PAD_HEADS=pad_heads,
-        AT_ONCE=_at_once(rows, pad_heads * pad_k),
+        AT_ONCE=at_once(rows, pad_heads * pad_k),
         HAS_NORM=rotary.q_norm is not None,
         HAS_SOFTCAP=softcap != 0,
         HAS_SINKS=sinks is not None,
         PRECISION=precision(qkv.dtype),
         IS_GPU=qkv.is_cuda,
         num_warps=4,
-        num_stages=_stages(rows, qkv.dtype),
+        num_stages=num_stages(rows, qkv.dtype),
         maxnreg=128 if rows > 32 and qkv.dtype.itemsize == 2 and pad_k <= 128 else None,
         **chain(qkv),
     )
