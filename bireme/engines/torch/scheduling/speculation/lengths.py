@@ -20,6 +20,7 @@ _PRIOR = 2.0  # trials that what is known of other sequences counts for
 _FIRST = (3.0, 5.0)  # accepted and tried of a kind that nobody has tried
 _FADES = 0.9  # of a sequence's trials, with each draft that is verified
 _OF_ALL = 0.99  # of the engine's
+_ESTIMATES = 16  # of a step's seconds, about so many: each takes the host some microseconds
 _PROBE_EVERY = 48  # drafts that were not verified
 _PROBE = 2  # tokens of the one that is all the same
 _LOOK_EVERY = 64  # steps before which nobody looks for drafts
@@ -77,11 +78,12 @@ class MeasuredLengths:
         work = StepWork.of(plan)
         tokens = float(len(plan.decodes))
         verifying = self._verifying if self._verifying.num_landed >= _FEW else self._costs
+        every = max(4, len(hopes) // _ESTIMATES)
         best, best_count = _GAIN * tokens / self._costs.usual_s(work), 0
         for count, (hope, sequence) in enumerate(hopes, 1):
             tokens += hope
             work = work.with_rows(1, sequence.computed)
-            if count & (count - 1) and count % 4 and count != len(hopes):
+            if count & (count - 1) and count % every and count != len(hopes):
                 continue  # of many lengths some are enough
             seconds = verifying.usual_s(work)
             if self._most_s and seconds > self._most_s:

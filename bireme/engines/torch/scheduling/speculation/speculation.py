@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from bireme.engines.torch.scheduling.speculation.drafter import Drafter
@@ -94,11 +96,15 @@ class Speculation:
         most = {one: min(longest, _room(one) - 1) for one in plan.decodes}
         return any(count > 0 for count in most.values()) and self.lengths.is_hopeful(plan, most)
 
-    def verified(self, sequence: Sequence, num_tried: int, num_accepted: int, is_cut: bool) -> None:
-        """Count what a step made of a draft. `is_cut`: the request ended within it."""
+    def count(self, num_tried: int, accepted: Collection[int]) -> None:
+        """Count what a step made of all its drafts: tokens, and of each how many were accepted."""
         self.metrics.add("bireme_draft_tokens_total", num_tried)
-        self.metrics.add("bireme_accepted_draft_tokens_total", num_accepted)
-        self.metrics.observe("bireme_accepted_draft_length", num_accepted)
+        self.metrics.add("bireme_accepted_draft_tokens_total", sum(accepted))
+        for length, times in Counter(accepted).items():
+            self.metrics.observe("bireme_accepted_draft_length", length, times=times)
+
+    def verified(self, sequence: Sequence, num_tried: int, num_accepted: int, is_cut: bool) -> None:
+        """Learn what a step made of a draft. `is_cut`: the request ended within it."""
         if not is_cut:
             self.lengths.learn(sequence, drafting_of(sequence).kind, num_tried, num_accepted)
 

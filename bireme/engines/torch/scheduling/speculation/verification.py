@@ -41,6 +41,7 @@ def deliver_verified(
             advance(one)
         sampled = draw(going, [rows[one] + depth for one in going])
         depth += 1
+    speculation.count(sum(map(len, plan.drafts.values())), accepted.values())
     for one, count in accepted.items():
         speculation.verified(one, len(plan.drafts[one]), count, one.state is not SequenceStatus.RUNNING)
     return total
