@@ -1,4 +1,4 @@
-"""A GGUF file's weights in its blocks on a CPU: products beside bfloat16's, and serving beside llama.cpp's server.
+"""GGUF's blocks and 4-bit groups as files have them, on a CPU: products beside bfloat16's, serving beside llama.cpp.
 
 Products: GB/s of weights that are read, and the time of bfloat16's packed product over the quantized one's, in turns.
 Serving: both servers have the same file and threads and are asked in turns, over OpenAI's API, on a machine that does
@@ -36,7 +36,13 @@ import torch  # noqa: E402
 
 from bireme.engines.torch import native  # noqa: E402
 from bireme.engines.torch.forward import quantized_linear  # noqa: E402
-from bireme.engines.torch.forward.quantized_linear import FORMS, QuantizedLinear, StoredRows  # noqa: E402
+from bireme.engines.torch.forward.quantized_linear import (  # noqa: E402
+    FORMS,
+    BlockRows,
+    GroupRows,
+    QuantizedLinear,
+    StoredRows,
+)
 from bireme.launch.ports import free_port  # noqa: E402
 
 START_S = 300.0
@@ -74,10 +80,8 @@ def products(options: argparse.Namespace) -> None:
     weight = torch.randn(width, depth).bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     print(f"{width} x {depth}, {options.threads} threads, by {quantized_linear.instructions(library)}; load {load()}")
-    for form, what in FORMS.items():
-        blocks = torch.randint(0, 256, (width, depth // 32 * what.block_bytes), dtype=torch.uint8)
-        blocks.view(width, depth // 32, -1)[..., : 2 * what.num_scales] = 0x20  # scales of 0.008
-        linear = QuantizedLinear([StoredRows(form, blocks)], None, library, torch.bfloat16, options.threads)
+    for form, stored in made_up(width, depth):
+        linear = QuantizedLinear([stored], None, library, torch.bfloat16, options.threads)
         for rows in (1, 8) if options.quick else (1, 2, 4, 8, 16, 64, 256):
             x = torch.randn(rows, depth).bfloat16()
             ours, theirs = in_turns(
@@ -89,6 +93,18 @@ def products(options: argparse.Namespace) -> None:
                 f"{form} rows {rows:3}: {1e3 * ours:8.3f} ms, {linear.num_bytes / ours / 1e9:5.1f} GB/s;"
                 f" bfloat16 {1e3 * theirs:8.3f} ms, {weight.nbytes / theirs / 1e9:5.1f} GB/s; x {theirs / ours:.2f}"
             )
+
+
+def made_up(width: int, depth: int) -> Iterator[tuple[str, StoredRows]]:
+    """Yield weights of each form that there are products with."""
+    for form, what in FORMS.items():
+        blocks = torch.randint(0, 256, (width, depth // 32 * what.block_bytes), dtype=torch.uint8)
+        blocks.view(width, depth // 32, -1)[..., : 2 * what.num_scales] = 0x20  # scales of 0.008
+        yield form, BlockRows(form, blocks)
+    values = torch.randint(0, 16, (width, depth), dtype=torch.uint8)
+    for group in (128, 32):
+        scales = torch.full((width, depth // group), 0.008, dtype=torch.float16)
+        yield f"INT4 of {group}", GroupRows(values, scales, torch.full_like(scales, 8))
 
 
 def in_turns(ours: Callable[[], Any], theirs: Callable[[], Any], count: int) -> list[float]:

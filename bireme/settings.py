@@ -42,11 +42,12 @@ _TRTLLM_STAGES = Rule("refused", "TensorRT-LLM stages KV itself; remove it", ("a
 Staging = Annotated[StagingChoice, Engines(trtllm=_TRTLLM_STAGES)]
 
 
+NO_QUANT = "NO_QUANT"
 _FEW_BITS = Rule(
     "refused",
-    "8-bit floats and 4-bit integers are kept here; set FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_BLOCK_SCALES, W4A16_AWQ or"
-    " W4A16_GPTQ, or remove it",
-    ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES", "W4A16_AWQ", "W4A16_GPTQ"),
+    "8-bit floats and 4-bit integers are kept here; set FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_BLOCK_SCALES, W4A16_AWQ,"
+    " W4A16_GPTQ or NO_QUANT, or remove it",
+    ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES", "W4A16_AWQ", "W4A16_GPTQ", NO_QUANT),
 )
 
 
@@ -55,7 +56,8 @@ class QuantConfig(Settings, frozen=True, kw_only=True):
 
     # The layers' projections are rounded to 8-bit floats when they are loaded: with one scale for each (FP8), for each
     # of its output channels, or for a block of 128 x 128. W4A16_AWQ and W4A16_GPTQ say what a quantized checkpoint is,
-    # or what load_format dummy makes. None: they are what the checkpoint has
+    # or what load_format dummy makes. NO_QUANT: a quantized checkpoint is dequantized to the engine's `dtype`. None:
+    # weights stay as the checkpoint has them where there are products with them, whatever the `dtype`
     quant_algo: Annotated[str | None, Engines(torch=_FEW_BITS, mocker=HARMLESS)] = None
 
 

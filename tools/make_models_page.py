@@ -40,6 +40,7 @@ FORMS = {  # what a form of the tables is proved by
     "quantized by the methods' own libraries": TESTS
     + "test_quantized_libraries.py::test_weights_and_tokens_are_those_of_transformers_own_dequantized_model",
     "experts that stay MXFP4": TESTS + "test_kept_experts.py",
+    "groups of 4 bits that stay on a CPU": TESTS + "test_kept_integers.py",
     "GGUF": TESTS + "test_gguf.py",
     "memory counted before the start": MEMORY,
 }
@@ -73,8 +74,9 @@ QUANTIZED = """\
 
 ## Quantized checkpoints
 
-Each is dequantized as it is loaded, for every class above that was trained or converted so, on GPUs and CPUs. Another \
-method is refused by its name. gpt-oss' experts stay MXFP4 [on a GPU](tuning.md#experts-in-mxfp4).
+Each is served on GPUs and CPUs, for every class above that was trained or converted so. Forms that there are \
+products with [stay as they are](tuning.md#weights-in-8-and-4-bits); all others are dequantized as they are loaded. \
+Another method is refused by its name.
 
 | quantization_config.quant_method | what it stores | written by |
 |---|---|---|

@@ -7,6 +7,7 @@ import gguf
 import pytest
 import torch
 
+from bireme.config import QuantConfig
 from bireme.engines.torch.forward import quantized_linear
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
@@ -17,6 +18,7 @@ from tests.gguf import models
 from tests.gguf.files import write
 
 KINDS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0")]
+PLAIN = QuantConfig(quant_algo="NO_QUANT")
 PROMPTS = make_prompts(3, 20, 45, 70)
 LONG = make_prompts(*range(60, 160, 10), seed=4)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="engines here compute on the GPU")
@@ -136,15 +138,18 @@ def test_chunks_reuse_and_another_engine_s_kv_change_no_token(tmp_path, in_float
         assert pair.run(PROMPTS, max_tokens=16) == expected
 
 
-def test_a_dtype_in_the_recipe_has_them_dequantized(tmp_path):
-    with Harness(str(models.save(tmp_path, "llama", KINDS[0])), max_num_tokens=24, dtype="float32") as engine:
+def test_a_recipe_may_have_them_dequantized_and_a_dtype_says_what_is_computed_in_alone(tmp_path):
+    file = str(models.save(tmp_path, "llama", KINDS[0]))
+    with Harness(file, max_num_tokens=24, quant_config=PLAIN) as engine:
         assert engine.capacity.step_paths == ("packed",) and decoder_of(engine).form == "plain"
+    with Harness(file, max_num_tokens=24, dtype="bfloat16") as engine:
+        assert engine.capacity.step_paths == ("quantized",) and engine.capacity.dtype == "bfloat16"
 
 
 def test_kv_of_kept_blocks_is_not_that_of_dequantized_ones(tmp_path):
     file, roots = str(models.save(tmp_path, "llama", KINDS[0])), []
-    for dtype in ("auto", "auto", "float32"):
-        with Harness(file, max_num_tokens=24, dtype=dtype) as engine:
+    for own in (QuantConfig(), QuantConfig(), PLAIN):
+        with Harness(file, max_num_tokens=24, quant_config=own) as engine:
             roots.append(engine.manager.open().root)
     assert roots[0] == roots[1] != roots[2]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bireme.config import QuantConfig
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
 from tests.engines.torch import tiny_models
 from tests.engines.torch.quantizing_libraries import CASES, MODULES
@@ -49,5 +50,6 @@ def test_weights_and_tokens_are_those_of_transformers_own_dequantized_model(quan
         assert torch.equal(weights[name], weight), name
     model.set_attn_implementation("eager")
     answers = tiny_models.generate(model, PROMPTS, 16)
-    with Harness(path, max_num_tokens=24, tokens_per_block=8) as engine:
+    plain = QuantConfig(quant_algo="NO_QUANT")
+    with Harness(path, max_num_tokens=24, tokens_per_block=8, quant_config=plain) as engine:
         assert engine.run([request(prompt, 16) for prompt in PROMPTS]) == answers

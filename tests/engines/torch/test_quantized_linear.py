@@ -13,7 +13,7 @@ import torch
 from bireme.engines.torch import native
 from bireme.engines.torch.forward import quantized_linear
 from bireme.engines.torch.forward.decoder_ops import NativeOps, PlainOps
-from bireme.engines.torch.forward.quantized_linear import QuantizedLinear, StoredRows
+from bireme.engines.torch.forward.quantized_linear import BlockRows, GroupRows, QuantizedLinear
 from bireme.engines.torch.native import cpu
 from tests.engines.torch import quantized_blocks
 from tests.engines.torch.test_packed_decoder import layer
@@ -47,7 +47,7 @@ def library(request):
 
 def stored(rows, columns, form, seed=0):
     weight = np.random.default_rng(seed).normal(size=(rows, columns)) * 0.05
-    return StoredRows(form, torch.from_numpy(quantized_blocks.quantize(weight, form)))
+    return BlockRows(form, torch.from_numpy(quantized_blocks.quantize(weight, form)))
 
 
 def rows_of(count, columns, dtype):
@@ -95,7 +95,7 @@ def test_extreme_codes_and_rows_are_multiplied_without_overflow(library, form):
         blocks.view(16, 3, -1)[..., 2:4] = torch.tensor([0, 0xBC])  # -1
     for sign in (-1, 1):
         x = torch.full((4, 96), 127.0 * sign)
-        part = StoredRows(form, blocks)
+        part = BlockRows(form, blocks)
         assert_close(QuantizedLinear([part], None, library, torch.float32, 1)(x), expected_of(x, part), torch.float32)
 
 
@@ -128,6 +128,48 @@ def test_rows_are_taken_as_the_blocks_mean_them(library, form, dtype):
     assert_close(found, torch.from_numpy(expected), dtype)
 
 
+def grouped(rows, columns, size, seed=0):
+    """Integers of all codes and zero points, with a scale for so many inputs; and what they mean."""
+    given = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 16, (rows, columns), generator=given, dtype=torch.uint8)
+    zeros = torch.randint(0, 17, (rows, columns // size), generator=given, dtype=torch.uint8)
+    scales = (0.001 + 0.02 * torch.rand(rows, columns // size, generator=given)).half()
+    means = (values.view(rows, -1, size).double() - zeros[..., None].double()) * scales[..., None].double()
+    return GroupRows(values, scales, zeros), means.view(rows, columns)
+
+
+@dtypes
+@pytest.mark.parametrize(("width", "depth", "size"), [(64, 1024, 128), (203, 192, 32), (9, 2112, 64), (33, 96, 96)])
+def test_integers_in_groups_are_multiplied_as_they_mean_whatever_rows_are_beside(library, dtype, width, depth, size):
+    part, weight = grouped(width, depth, size)
+    linear = QuantizedLinear([part], None, library, dtype, 2)
+    assert linear.forms == ["INT4_GROUPS"]
+    x, add_to = rows_of(200, depth, dtype), rows_of(200, width, dtype)
+    expected = torch.from_numpy(quantized_blocks.round_rows(x.float().numpy())) @ weight.T
+    together = linear(x)
+    assert_close(together, expected, dtype)
+    assert_close(linear(x, add_to), expected + add_to.double(), dtype)
+    for count in (1, 2, 5, 12, 13, 40):
+        assert linear(x[:count]).equal(together[:count])
+
+
+def test_integers_of_several_groups_and_blocks_are_one_product(library):
+    (first, one), (second, two), (third, three) = grouped(20, 64, 32), grouped(7, 64, 64), grouped(5, 64, 64, 1)
+    blocks, x = stored(16, 64, "Q4_0"), rows_of(3, 64, torch.float32)
+    linear = QuantizedLinear([first, second, third, blocks], None, library, torch.float32, 1)
+    assert linear.forms == ["INT4_GROUPS", "INT4_GROUPS", "Q4_0"]
+    rounded = torch.from_numpy(quantized_blocks.round_rows(x.numpy()))
+    whole = torch.cat([rounded @ torch.cat([one, two, three]).T, expected_of(x, blocks)], 1)
+    assert_close(linear(x), whole, torch.float32)
+
+
+def test_integers_in_groups_take_half_a_byte_and_four_bytes_a_group_and_odd_groups_are_refused(library):
+    linear = QuantizedLinear([grouped(160, 256, 128)[0]], None, library, torch.float32, 1)
+    assert linear.num_bytes == 160 * (256 // 2 + 2 * 4)
+    with pytest.raises(ValueError, match="groups of 16 inputs are no multiple of 32"):
+        quantized_linear.arrange(grouped(16, 64, 16)[0])
+
+
 def test_a_value_that_is_not_a_number_stays_visible(library):
     linear, x = (
         QuantizedLinear([stored(32, 64, "Q4_1")], None, library, torch.float32, 1),
@@ -148,9 +190,9 @@ def test_weights_take_the_bytes_of_the_file(library, form):
 def test_blocks_that_are_none_are_refused(form):
     short = stored(16, 64, form).blocks[:, :-1]
     with pytest.raises(ValueError, match=rf"{form}: .*\[16, {short.shape[1]}\] is not rows of"):
-        quantized_linear.arrange(StoredRows(form, short))
+        quantized_linear.arrange(BlockRows(form, short))
     with pytest.raises(ValueError, match="form 'Q6_K'"):
-        quantized_linear.arrange(StoredRows("Q6_K", short))
+        quantized_linear.arrange(BlockRows("Q6_K", short))
 
 
 def test_parts_of_different_depths_are_refused(library):

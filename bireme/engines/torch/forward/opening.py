@@ -17,7 +17,7 @@ from bireme.engines.torch.forward.decoder_ops import choose_ops
 from bireme.engines.torch.forward.decoder_weights import DecoderWeights, fuse, why_not_fused
 from bireme.engines.torch.forward.flash_attention import open_flash_attention
 from bireme.engines.torch.forward.forward import Forward, StepPath
-from bireme.engines.torch.forward.kept_blocks import KeptBlocks
+from bireme.engines.torch.forward.kept_weights import kept_weights
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
 from bireme.engines.torch.forward.warmup import (
@@ -41,6 +41,7 @@ from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.sampler import DrawRows
+from bireme.settings import NO_QUANT
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -147,9 +148,9 @@ def kv_model(setup: Setup, forward: Forward) -> str:
 
 
 def _pack(setup: Setup, model: StepModel, forward: Forward, decoder: PackedDecoder) -> None:
-    """Put the decoder's weights in order. A GGUF file's stay in its blocks, unless the recipe names a dtype."""
-    head = setup.checkpoint.gguf if setup.config.dtype == "auto" else None
-    if why := decoder.pack(model.modules, KeptBlocks(head) if head is not None else None):
+    """Put the decoder's weights in order; some stay as their file has them, unless the recipe says NO_QUANT."""
+    kept = None if setup.config.quant_config.quant_algo == NO_QUANT else kept_weights(setup.checkpoint)
+    if why := decoder.pack(model.modules, kept):
         logger.warning("weights_not_packed reason=%s: steps of few rows are slower", why)
     if decoder.form is not WeightForm.PLAIN:
         forward.form = decoder.form

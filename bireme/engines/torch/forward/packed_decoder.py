@@ -1,7 +1,7 @@
 """Llama's kind of decoder on a CPU: weights in the order in which they are read, few operations between the products.
 
 Weights in order (`pack`) are read two to four times as fast as plain ones where a step has few rows. They are the only
-copy: the model's modules are emptied, layer by layer. A GGUF file's may stay in its blocks (`kept_blocks.py`).
+copy: the model's modules are emptied, layer by layer. Some may stay as their file has them (`kept_weights.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bireme.engines.torch.forward.decoder_ops import AttentionLayer, DecoderOps
 from bireme.engines.torch.forward.decoder_weights import DecoderWeights
-from bireme.engines.torch.forward.kept_blocks import KeptBlocks
+from bireme.engines.torch.forward.kept_weights import KeptWeights
 from bireme.engines.torch.forward.native_step import MOST_ROWS, NativeStep, StepLayer
 from bireme.engines.torch.forward.packed_linear import Experts, GatedMlp, Linear, make_mlp
 from bireme.engines.torch.forward.tapped import TappedRows
@@ -131,7 +131,7 @@ class PackedDecoder:
             return part(inner, x)
         return self.ops.rms_norm(part(inner), post_norm, self._eps, x)
 
-    def pack(self, model: Any, blocks: KeptBlocks | None = None) -> str:
+    def pack(self, model: Any, blocks: KeptWeights | None = None) -> str:
         """Put the weights in order and empty the model's modules. Returns why some are plain; empty: none.
 
         `blocks`: of those that stay as their file has them, where there are products with these.
@@ -162,14 +162,14 @@ class PackedDecoder:
             layers.append(StepLayer(norms, tuple(kept), layer.group))
         return self.ops.step(layers, self._eps, self._is_gelu)
 
-    def _keep_embeddings(self, blocks: KeptBlocks) -> None:
+    def _keep_embeddings(self, blocks: KeptWeights) -> None:
         kept = self._head.kept if blocks.is_tied else None
         if not blocks.is_tied and (parts := blocks.of_embeddings()):
             kept = self.ops.quantized(parts, None)
         if kept is not None:
             self._embed = partial(kept.take_rows, dtype=self._dtype)
 
-    def _tell(self, linears: list[Linear], blocks: KeptBlocks) -> None:
+    def _tell(self, linears: list[Linear], blocks: KeptWeights) -> None:
         kept = [linear.kept for linear in linears if linear.kept is not None]
         forms = Counter(form for own in kept for form in own.forms)
         if forms:

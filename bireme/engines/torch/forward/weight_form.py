@@ -4,14 +4,17 @@
 |---|---|---|---|
 | plain | none | plain | plain |
 | plain | one of 8-bit floats | rounded to it | refused |
-| quantized, in a form that the fused decoder multiplies | none, or the checkpoint's own | stays | dequantized |
+| quantized, in a form that the fused decoder multiplies | none, or the checkpoint's own | stays | below |
 | gpt-oss' MXFP4 | none | experts stay | dequantized |
-| quantized otherwise, or the recipe names a `dtype` | none | dequantized, and the log says why | dequantized |
+| quantized otherwise | none | dequantized, and the log says why | below |
+| quantized | `NO_QUANT` | dequantized | dequantized |
 | quantized | another | refused | refused |
 | `load_format: dummy`, `quantization_config` in config.json | as quantized | made up in that form | plain |
 
-Only all projections of all layers in one form stay, or all experts. The engine's KV names a form that its own products
-round for: none is taken for another's.
+On a GPU only all projections of all layers in one form stay, or all experts. On a CPU all are dequantized at load, and
+the packed decoder then takes the file's own in place of those that it multiplies (`kept_weights.py`). What is computed
+in, `dtype`, decides nothing of this. The engine's KV names a form that its own products round for: none is taken for
+another's.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from bireme.engines.torch.weights.quantized.methods import form_named
 from bireme.engines.torch.weights.shared_weights import make_skeleton
 from bireme.engines.torch.weights.stored_linear import fault_of_shapes, projections, why_not_dense
 from bireme.errors import ConfigError
+from bireme.settings import NO_QUANT
 
 logger = logging.getLogger("bireme.engines.torch")
 GROUP = 128  # of integers that are made up
@@ -42,6 +46,8 @@ GROUP = 128  # of integers that are made up
 def choose_form(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> Checkpoint:
     """Return the checkpoint as it is to be read. Raises ConfigError."""
     algo = config.quant_config.quant_algo
+    if algo == NO_QUANT:
+        return checkpoint
     if not algo and (checkpoint.told or {}).get("quant_method") == METHOD:
         return with_kept_experts(checkpoint, config.dtype) if kernels.is_usable(device) else checkpoint
     if checkpoint.quantization is not None or checkpoint.gguf is not None:
@@ -62,7 +68,8 @@ def choose_form(checkpoint: Checkpoint, config: EngineConfig, device: torch.devi
 def _kept(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> Checkpoint:
     algo = config.quant_config.quant_algo
     own, names, why = _as_stored(checkpoint, config, device)
-    if algo and (own is None or own.algo != algo):
+    named = own or form_named(checkpoint.told or {})
+    if algo and (named is None or named.algo != algo or (own is None and kernels.is_usable(device))):
         raise ConfigError(
             f"quant_config.quant_algo: {algo!r}; the checkpoint is quantized already, and is not rounded once more;"
             " remove it, or use an unquantized checkpoint"
@@ -81,8 +88,6 @@ def _as_stored(
     """Return the form that the projections stay in, their weights' names, and where there is none why."""
     if checkpoint.quantization is None:
         return None, (), "blocks of a GGUF file stay on CPUs alone"
-    if config.dtype != "auto":
-        return None, (), f"dtype: {config.dtype} asks for plain weights"
     skeleton, why = _open(checkpoint, config, device)
     if why := why or why_not_dense(skeleton):
         return None, (), why

@@ -33,6 +33,7 @@ struct Part {
   const uint16_t *scales;
   const void *bias;      // (width,), or null
   int64_t width, begin;  // of the outputs
+  int64_t span;          // groups of 32 inputs that share a scale
 };
 
 // Decoder.cpp.

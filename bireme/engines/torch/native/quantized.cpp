@@ -1,12 +1,14 @@
-// Products with weights that stay as their file has them: 4 or 8 bits each, in groups of 32 that share a scale.
+// Products with weights that stay as their file has them: 4 or 8 bits each, in groups of inputs that share a scale.
 //
-// Formats: ggml's Q4_0, Q4_1 and Q8_0 (ggml/src/ggml-common.h). Rows of x are rounded to 8 bits in groups of 32, as ggml
+// Formats: ggml's Q4_0, Q4_1 and Q8_0 (ggml/src/ggml-common.h), whose groups are 32 inputs; and integers of 4 bits with a
+// scale and a zero point for each `span` groups of 32, as AWQ (arXiv 2306.00978) and GPTQ (2210.17323) store. Rows of x are rounded to 8 bits in groups of 32, as ggml
 // rounds them (Q8_0), with a scale in float. A group's product is a sum of integers; groups are added up in their order,
 // whatever else is computed: a row's result does not depend on the rows beside it.
 //
 // Weights lie in panels of 16 outputs. `codes` (panels, groups, pieces, 16, 4): 4 inputs of each output are 32 bits of a
 // vector; at 4 bits a piece has 8 inputs, of which the upper halves of bytes are the last four. Codes of 8 bits are 128
-// larger than what they mean. `scales` (panels, groups, 1 or 2, 16), of two bytes: of Q4_1 the least value follows.
+// larger than what they mean. `scales` (panels, groups / span, 1 or 2, 16), of two bytes: of Q4_1 the least value follows,
+// of integers the zero point.
 
 #include <algorithm>
 #include <cstdint>
@@ -35,9 +37,10 @@ constexpr int64_t kMostRows = 12;
 constexpr int64_t kMostRows = 4;
 #endif
 
-enum Form { kQ4_0, kQ4_1, kQ8_0 };
+enum Form { kQ4_0, kQ4_1, kQ8_0, kInt4 };
 constexpr int64_t pieces_of(int form) { return form == kQ8_0 ? 8 : 4; }
-constexpr int64_t scales_of(int form) { return form == kQ4_1 ? 2 : 1; }
+constexpr bool has_least(int form) { return form == kQ4_1 || form == kInt4; }  // value = code * scale + least
+constexpr int64_t scales_of(int form) { return has_least(form) ? 2 : 1; }
 constexpr int32_t zero_of(int form) { return form == kQ4_0 ? 8 : form == kQ8_0 ? 128 : 0; }
 
 inline float load(const float *at) { return *at; }
@@ -110,13 +113,31 @@ struct Panels {
   const uint8_t *codes;
   const uint16_t *scales;
   int64_t groups;  // of a row
+  int64_t span;    // groups that share a scale; 1 but of kInt4
+};
+
+// Where a panel's scales lie, group after group.
+template <int F>
+struct Scales {
+  const uint16_t *at;
+  int64_t span, left;
+  Scales(const Panels &of, int64_t panel)
+      : at(of.scales + panel * (of.groups / of.span) * scales_of(F) * kSide), span(of.span), left(of.span) {}
+
+  void next() {
+    if constexpr (F == kInt4) {
+      if (--left) return;
+      left = span;
+    }
+    at += scales_of(F) * kSide;
+  }
 };
 
 #if defined(HAS_VNNI)
 template <int F, int R>
 void multiply_panel(const Panels &of, int64_t row, int64_t panel, float *found) {
   const uint8_t *codes = of.codes + panel * of.groups * pieces_of(F) * 64;
-  const uint16_t *scales = of.scales + panel * of.groups * scales_of(F) * kSide;
+  Scales<F> scales(of, panel);
   const int64_t first = row * of.groups;
   const int8_t *x = of.x.codes.data() + first * kGroup;
   const float *x_scales = of.x.scales.data() + first, *x_scaled = of.x.scaled_sums.data() + first;
@@ -137,9 +158,10 @@ void multiply_panel(const Panels &of, int64_t row, int64_t panel, float *found) 
         weights[2 * p + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), lower);
       }
     }
-    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
+    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales.at));
     __m512 least;
-    if constexpr (F == kQ4_1) least = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + kSide)));
+    if constexpr (has_least(F)) least = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales.at + kSide)));
+    if constexpr (F == kInt4) least = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(least, scale));
 #pragma GCC unroll 12
     for (int64_t r = 0; r < R; r++) {
       const int8_t *own = x + (r * of.groups + g) * kGroup;
@@ -155,18 +177,18 @@ void multiply_panel(const Panels &of, int64_t row, int64_t panel, float *found) 
       const __m512 product = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
       const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * of.groups + g]));
       sums[r] = _mm512_fmadd_ps(product, both, sums[r]);
-      if constexpr (F == kQ4_1)
+      if constexpr (has_least(F))
         sums[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_scaled[r * of.groups + g]), sums[r]);
     }
     codes += pieces_of(F) * 64;
-    scales += scales_of(F) * kSide;
+    scales.next();
   }
   for (int64_t r = 0; r < R; r++) _mm512_storeu_ps(found + r * kSide, sums[r]);
 }
 #elif defined(HAS_AVX2)
 // Half a panel at once. Products of pairs of bytes are added in 16 bits: eight of 4-bit codes fit, of 8-bit codes one.
 template <int F, int R>
-void multiply_half(const Panels &of, int64_t row, const uint8_t *codes, const uint16_t *scales, float *found) {
+void multiply_half(const Panels &of, int64_t row, const uint8_t *codes, Scales<F> scales, float *found) {
   const int64_t first = row * of.groups;
   const int8_t *x = of.x.codes.data() + first * kGroup;
   const __m256i lower = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
@@ -199,7 +221,10 @@ void multiply_half(const Panels &of, int64_t row, const uint8_t *codes, const ui
         }
       }
     }
-    const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales));
+    const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales.at));
+    __m256 least;
+    if constexpr (has_least(F)) least = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales.at + kSide)));
+    if constexpr (F == kInt4) least = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(least, scale));
     for (int64_t r = 0; r < R; r++) {
       const int64_t at = first + r * of.groups + g;
       __m256i product = products[r];
@@ -207,13 +232,10 @@ void multiply_half(const Panels &of, int64_t row, const uint8_t *codes, const ui
       if constexpr (F == kQ4_0) product = _mm256_sub_epi32(product, _mm256_set1_epi32(zero_of(F) * of.x.sums[at]));
       const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(of.x.scales[at]));
       sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), both, sums[r]);
-      if constexpr (F == kQ4_1) {
-        const __m256 least = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + kSide)));
-        sums[r] = _mm256_fmadd_ps(least, _mm256_set1_ps(of.x.scaled_sums[at]), sums[r]);
-      }
+      if constexpr (has_least(F)) sums[r] = _mm256_fmadd_ps(least, _mm256_set1_ps(of.x.scaled_sums[at]), sums[r]);
     }
     codes += pieces_of(F) * 64;
-    scales += scales_of(F) * kSide;
+    scales.next();
   }
   for (int64_t r = 0; r < R; r++) _mm256_storeu_ps(found + r * kSide, sums[r]);
 }
@@ -221,15 +243,17 @@ void multiply_half(const Panels &of, int64_t row, const uint8_t *codes, const ui
 template <int F, int R>
 void multiply_panel(const Panels &of, int64_t row, int64_t panel, float *found) {
   const uint8_t *codes = of.codes + panel * of.groups * pieces_of(F) * 64;
-  const uint16_t *scales = of.scales + panel * of.groups * scales_of(F) * kSide;
-  for (int64_t half = 0; half < 2; half++)
-    multiply_half<F, R>(of, row, codes + 32 * half, scales + 8 * half, found + 8 * half);
+  for (int64_t half = 0; half < 2; half++) {
+    Scales<F> scales(of, panel);
+    scales.at += 8 * half;
+    multiply_half<F, R>(of, row, codes + 32 * half, scales, found + 8 * half);
+  }
 }
 #else
 template <int F, int R>
 void multiply_panel(const Panels &of, int64_t row, int64_t panel, float *found) {
   const uint8_t *codes = of.codes + panel * of.groups * pieces_of(F) * 64;
-  const uint16_t *scales = of.scales + panel * of.groups * scales_of(F) * kSide;
+  Scales<F> scales(of, panel);
   std::fill(found, found + R * kSide, 0.0f);
   for (int64_t g = 0; g < of.groups; g++) {
     for (int64_t r = 0; r < R; r++) {
@@ -244,12 +268,16 @@ void multiply_panel(const Panels &of, int64_t row, int64_t panel, float *found) 
             products[n] += F == kQ8_0 ? code * x[4 * p + j] : (code & 15) * x[8 * p + j] + (code >> 4) * x[8 * p + 4 + j];
           }
       for (int64_t n = 0; n < kSide; n++) {
-        found[r * kSide + n] += products[n] * (from_half(scales[n]) * of.x.scales[at]);
-        if (F == kQ4_1) found[r * kSide + n] += from_half(scales[kSide + n]) * of.x.scaled_sums[at];
+        const float scale = from_half(scales.at[n]);
+        found[r * kSide + n] += products[n] * (scale * of.x.scales[at]);
+        if (has_least(F)) {
+          const float more = from_half(scales.at[kSide + n]);
+          found[r * kSide + n] += (F == kInt4 ? -more * scale : more) * of.x.scaled_sums[at];
+        }
       }
     }
     codes += pieces_of(F) * 64;
-    scales += scales_of(F) * kSide;
+    scales.next();
   }
 }
 #endif
@@ -270,7 +298,7 @@ struct Product {
   const uint16_t *scales;
   const T *bias, *add_to;
   T *out;  // (rows, stride), as is add_to
-  int64_t rows, in, width, stride;
+  int64_t rows, in, width, stride, span;
 };
 
 // One panel's outputs of `count` rows from `first` on, which are those of `x`.
@@ -300,7 +328,7 @@ void multiply(const Product<T> &of, int threads) {
   Rounded &x = kept;
   const int64_t groups = of.in / kGroup, panels = (of.width + kSide - 1) / kSide;
   x.make_room(std::min(of.rows, kChunk), of.in);
-  const Panels shared{x, of.codes, of.scales, groups};
+  const Panels shared{x, of.codes, of.scales, groups, of.span};
   const int64_t step = std::clamp(panels / (4 * threads), int64_t{1}, int64_t{32});
   for (int64_t first = 0; first < of.rows; first += kChunk) {
     const int64_t count = std::min(kChunk, of.rows - first);
@@ -316,7 +344,7 @@ void multiply(const Product<T> &of, int threads) {
 template <int F, class T>
 void multiply_own(const Product<T> &of, const Rounded &x, int threads) {
   const int64_t panels = (of.width + kSide - 1) / kSide;
-  const Panels shared{x, of.codes, of.scales, of.in / kGroup};
+  const Panels shared{x, of.codes, of.scales, of.in / kGroup, of.span};
   const int64_t step = std::clamp(panels / (8 * threads), int64_t{1}, int64_t{32});
 #pragma omp for schedule(dynamic, 1) nowait
   for (int64_t begin = 0; begin < panels; begin += step)
@@ -329,6 +357,7 @@ void multiply_any(int form, const Product<T> &of, int threads) {
   switch (form) {
     case kQ4_0: return multiply<kQ4_0>(of, threads);
     case kQ4_1: return multiply<kQ4_1>(of, threads);
+    case kInt4: return multiply<kInt4>(of, threads);
     default: return multiply<kQ8_0>(of, threads);
   }
 }
@@ -364,10 +393,12 @@ void multiply_share(const Part *parts, int64_t count, const T *x, int64_t rows, 
   for (int64_t group = 0; group < rows * in / kGroup; group++) rounded.round(x + group * kGroup, group);
   for (const Part *part = parts; part < parts + count; part++) {
     const T *more = add_to ? add_to + part->begin : nullptr, *bias = static_cast<const T *>(part->bias);
-    const Product<T> of{x, part->codes, part->scales, bias, more, out + part->begin, rows, in, part->width, stride};
+    const Product<T> of{x,    part->codes, part->scales, bias,   more,      out + part->begin,
+                        rows, in,          part->width,  stride, part->span};
     switch (part->form) {
       case kQ4_0: multiply_own<kQ4_0>(of, rounded, threads); break;
       case kQ4_1: multiply_own<kQ4_1>(of, rounded, threads); break;
+      case kInt4: multiply_own<kInt4>(of, rounded, threads); break;
       default: multiply_own<kQ8_0>(of, rounded, threads);
     }
   }
@@ -389,13 +420,13 @@ extern "C" const char *quantized_instructions() {
 #endif
 }
 
-// x (rows, in), `in` a multiple of 32; codes and scales of (width, in), in panels -> the first `width` of each `stride` of
+// x (rows, in), `in` a multiple of 32 * span; codes and scales of (width, in), in panels -> the first `width` of each `stride` of
 // out, plus bias (width,) and as many of add_to (rows, stride), both or either null.
 #define EXPORT(T, NAME) \
   extern "C" void multiply_quantized_##NAME(int form, const T *x, const uint8_t *codes, const uint16_t *scales, \
                                             const T *bias, const T *add_to, T *out, int64_t rows, int64_t in, \
-                                            int64_t width, int64_t stride, int threads) { \
-    multiply_any<T>(form, {x, codes, scales, bias, add_to, out, rows, in, width, stride}, threads); \
+                                            int64_t width, int64_t stride, int64_t span, int threads) { \
+    multiply_any<T>(form, {x, codes, scales, bias, add_to, out, rows, in, width, stride, span}, threads); \
   } \
   extern "C" void take_quantized_rows_##NAME(int form, const uint8_t *codes, const uint16_t *scales, const int64_t *ids, \
                                              T *out, int64_t count, int64_t in) { \

@@ -39,6 +39,7 @@ from bireme.gguf.head import GgufHead, read_head
 
 logger = logging.getLogger("bireme.engines.torch")
 _SAMPLE_BYTES = 1 << 12
+_OF_DECODERS = (torch.bfloat16, torch.float32)
 _MODELOPT = "hf_quant_config.json"
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
@@ -125,7 +126,8 @@ def with_kept_experts(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         return checkpoint
     num_layers = int(checkpoint.text_config.num_hidden_layers)
     stored = None if checkpoint.quantization is None else checkpoint.quantization.tensors.keys()
-    why = f"dtype: {dtype} asks for plain weights" if dtype != "auto" else ""
+    computed = choose_dtype(dtype, checkpoint.config)
+    why = "" if computed in _OF_DECODERS else f"{computed} has no decoder of experts in MXFP4"
     if why := why or why_experts_not_kept(checkpoint.name, num_layers, stored):
         logger.info("weights_not_kept reason=%s", why)
         return checkpoint
