@@ -16,8 +16,10 @@ from bireme.engines.torch.weights.limits import FP8, narrow_windows, resolve_lim
 from bireme.errors import ConfigError
 from bireme.launch.footprint.config_fields import ConfigFields
 from bireme.launch.footprint.decoder_shape import DecoderShape, Parameters
+from bireme.launch.footprint.kept_bytes import KeptBytes, kept_item_bytes
 from bireme.launch.footprint.step_bytes import StepWidths, modules_step, packed_step
 from bireme.launch.footprint.weight_files import WeightFiles
+from bireme.settings import NO_QUANT
 
 _FLOAT_BYTES = 4
 _INT4_BYTES = 0.5 + 3 / 128  # with a scale and a zero point for each group
@@ -36,6 +38,11 @@ class Surroundings:
     has_compiler: bool = True  # of C++: its kernels for CPUs
     shares_weights: bool = False  # with the memory service
     gpu_neighbors: tuple[float, ...] = ()
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return whether there are products with weights as files have them."""
+        return bool(self.gpu_bytes) or (self.has_compiler and not self.shares_weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +78,12 @@ class EngineFootprint:
 class EngineSizes:
     """Of one model under one configuration. `footprint` is asked again for other surroundings."""
 
-    def __init__(self, config: EngineConfig, shape: DecoderShape, files: WeightFiles | None) -> None:
+    def __init__(
+        self, config: EngineConfig, shape: DecoderShape, files: WeightFiles | None, blocks: KeptBytes | None = None
+    ) -> None:
+        """`blocks`: what stays of a GGUF file on a CPU."""
         self.config, self.shape, self.files = config, shape, files if config.load_format != "dummy" else None
+        self._blocks = blocks or KeptBytes()
 
     def footprint(self, around: Surroundings) -> EngineFootprint:
         """Raises ConfigError by the engine's own rules."""
@@ -129,32 +140,53 @@ class EngineSizes:
         count, size = self.parameters, dtypes.ITEM_BYTES[dtype]
         tables = _table_bytes(self.shape, limits) if has_decoder else 0
         plain = count.total * size + tables
-        own = self.own_dtype
+        own, kept = self.own_dtype, self._kept(has_decoder, around)
         if around.gpu_bytes:
-            return plain - self._rounded_bytes(size) - self._kept_bytes(size, has_decoder), 0
+            saved = kept.products * size - kept.product_bytes
+            return plain - (saved or self._rounded_bytes(size)), 0
         if not has_decoder or around.shares_weights:
             return plain, 0
-        # Packed: the embeddings stay as they are, so that a tied head is a second copy of them.
         packed_size = 2 if size == _FLOAT_BYTES and own == "bfloat16" and around.has_compiler else size
-        head = count.head or count.embeddings
-        packed = count.embeddings * size + (head + count.products) * packed_size + count.rest * _FLOAT_BYTES + tables
-        is_mapped = self.files is not None and own == dtype  # the files are, and take none of its own
-        return packed, max(0, plain * (not is_mapped) + (count.embeddings + 2 * head) * size - packed)
+        packed, head = _packed_bytes(count, kept, size, packed_size) + tables, count.head or count.embeddings
+        read = plain * (not self._is_mapped(dtype))
+        return packed, max(0, read + (count.embeddings + 2 * head) * size - packed)
 
-    def _kept_bytes(self, size: int, has_decoder: bool) -> int:
-        """Return what gpt-oss' experts save on a GPU, of weights of so many bytes each, where they stay MXFP4."""
-        told, shape = self.shape.text.block("quantization_config"), self.shape
-        is_kept = has_decoder and told is not None and told.tree.get("quant_method") == "mxfp4"
-        if not is_kept or self.config.dtype != "auto" or shape.architecture != "GptOssForCausalLM":
-            return 0
-        values = 3 * len(shape.windows) * shape.num_experts * shape.expert_width * shape.hidden
-        return values * size - values // 2 - values // _MXFP4_GROUP
+    def _is_mapped(self, dtype: str) -> bool:
+        """Return whether the files are mapped as the model's weights, which take no memory of their own then."""
+        return self.files is not None and self.own_dtype == dtype
+
+    def _kept(self, has_decoder: bool, around: Surroundings) -> KeptBytes:
+        """Return what stays as the files have it: projections of dense layers, or on a GPU gpt-oss' experts."""
+        told, shape, is_gpu = self.shape.text.block("quantization_config"), self.shape, bool(around.gpu_bytes)
+        if not has_decoder or not around.keeps_weights or self.config.quant_config.quant_algo == NO_QUANT:
+            return KeptBytes()
+        if is_gpu and (values := _kept_experts(shape, told)):
+            return KeptBytes(products=values, product_bytes=values // 2 + values // _MXFP4_GROUP)
+        size = kept_item_bytes(told, is_gpu)
+        if size is None or shape.num_experts:
+            return KeptBytes() if is_gpu else self._blocks
+        return KeptBytes(products=self.parameters.products, product_bytes=round(self.parameters.products * size))
 
     def _rounded_bytes(self, size: int) -> int:
         """Return what quant_config saves on a GPU of weights of so many bytes each."""
         algo = self.config.quant_config.quant_algo
         own = _INT4_BYTES if algo and algo.startswith("W4A16") else 1.0
-        return round(self.parameters.products * (size - own)) if algo else 0
+        return round(self.parameters.products * (size - own)) if algo and algo != NO_QUANT else 0
+
+
+def _packed_bytes(count: Parameters, kept: KeptBytes, size: int, packed_size: int) -> int:
+    """Of a CPU's decoder: its embeddings stay as they are, so that a tied head is a second copy of them."""
+    products = (count.products - kept.products) * packed_size + kept.product_bytes
+    embeddings = count.embeddings * size if kept.embedding_bytes is None else kept.embedding_bytes
+    head = (count.head or count.embeddings) * packed_size if kept.head_bytes is None else kept.head_bytes
+    return products + embeddings + head + count.rest * _FLOAT_BYTES
+
+
+def _kept_experts(shape: DecoderShape, told: ConfigFields | None) -> int:
+    """Return how many weights of gpt-oss' experts stay MXFP4 on a GPU."""
+    if shape.architecture != "GptOssForCausalLM" or told is None or told.tree.get("quant_method") != "mxfp4":
+        return 0
+    return 3 * len(shape.windows) * shape.num_experts * shape.expert_width * shape.hidden
 
 
 def _namespace(text: ConfigFields) -> SimpleNamespace:

@@ -15,6 +15,7 @@ from bireme.engines.torch import native
 from bireme.engines.torch.weights.limits import FP8, FP8_REMEDY, why_no_fp8_kv
 from bireme.errors import ConfigError
 from bireme.gguf.folder import gguf_files
+from bireme.gguf.head import read_head
 from bireme.launch.footprint.config_fields import UncountedError, read_config
 from bireme.launch.footprint.decoder_shape import read_shape
 from bireme.launch.footprint.engine_footprint import (
@@ -23,6 +24,7 @@ from bireme.launch.footprint.engine_footprint import (
     EngineSizes,
     Surroundings,
 )
+from bireme.launch.footprint.kept_bytes import kept_blocks
 from bireme.launch.footprint.machine_memory import MachineMemory
 from bireme.launch.footprint.weight_files import read_weight_files
 
@@ -157,7 +159,7 @@ class LaunchFootprint:
         config = read_config(folder)
         shape = read_shape(config)
         is_tied = not shape.parameters.head
-        files = None  # of a quantized checkpoint: it is dequantized as it is loaded
+        files = None  # of a quantized checkpoint: config.json says what its weights are
         if "quantization_config" not in config:
             files = read_weight_files(folder, is_tied, len(shape.windows))
         if files is None and config.block("vision_config") is not None:
@@ -168,7 +170,9 @@ class LaunchFootprint:
             shares_weights=recipe.memory_service.enabled,
             gpu_neighbors=gpu_neighbors(recipe, stage) if gpu is not None else (),
         )
-        return EngineSizes(entry.engine_config, shape, files).footprint(around)
+        paths = gguf_files(folder)
+        blocks = kept_blocks(read_head(paths[0])) if paths else None
+        return EngineSizes(entry.engine_config, shape, files, blocks).footprint(around)
 
     def _gpu_of(self, stage: str) -> int | None:
         entry, gpus = self._recipe.workers[stage], self.machine.gpus

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bireme.config import EngineConfig
+from bireme.config import EngineConfig, QuantConfig
 from bireme.engines.torch.weights.checkpoint import open_checkpoint
 from bireme.engines.torch.weights.shared_weights import make_skeleton
 from bireme.launch.footprint.config_fields import ConfigFields
@@ -42,7 +42,8 @@ def test_experts_that_stay_are_counted_as_the_files_have_them(folder):
         taken.append(sum(tensor.nbytes for tensor in (*model.parameters(), *own.values())))
     plain = weights_of(config | {"quantization_config": None})
     assert plain - weights_of(config) == taken[0] - taken[1] > 0
-    assert weights_of(config, dtype="bfloat16") == plain  # which has them dequantized
+    assert weights_of(config, dtype="bfloat16") == weights_of(config)
+    assert weights_of(config, quant_config=QuantConfig(quant_algo="NO_QUANT")) == plain
 
 
 def test_the_published_model_of_20_billion_takes_what_its_files_do(folder):
