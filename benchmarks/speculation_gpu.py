@@ -64,7 +64,7 @@ class PaidDrafter(SyntheticDrafter):
         self._ngrams = NgramDrafter(3, True)
         self.seconds: list[float] = []
 
-    def propose(self, most: Mapping[Any, int]) -> dict[Any, Any]:
+    def propose(self, most: Mapping[Any, int], budget: int = 0) -> dict[Any, Any]:
         began = time.perf_counter()
         self._ngrams.propose(most)
         found = super().propose(most)

@@ -680,8 +680,11 @@ def split_worker(worker: str) -> tuple[str, str]:
     return name, server
 
 
-def find_model(model: str, folder: str) -> str:
-    """Return a model's folder (absolute), made of it where it is a GGUF file, or a hub id. Raises ConfigError."""
+def find_model(model: str, folder: str, key: str = "`model` in recipe.yaml") -> str:
+    """Return a model's folder (absolute), made of it where it is a GGUF file, or a hub id. Raises ConfigError.
+
+    `key`: where it stands.
+    """
     for base in (Path(), CHECKOUT, Path(folder)):
         candidate = base / model
         if candidate.is_dir() or is_gguf(candidate):
@@ -691,6 +694,6 @@ def find_model(model: str, folder: str) -> str:
         if Path(model).name.startswith("tiny-"):
             remedy = "run `make models` (or .venv/bin/python tools/make_sample_model.py) to make it"
         else:
-            remedy = "check `model` in recipe.yaml"
+            remedy = f"check {key}"
         raise ConfigError(f"model folder {path} does not exist; {remedy}")
     return model

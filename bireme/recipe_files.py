@@ -82,7 +82,7 @@ def make_recipe(tree: dict[str, Any], folder: Path) -> Recipe:
         if isinstance(worker, dict) and "instances" in worker:
             raise ConfigError(f"{folder}/recipe.yaml: workers.{name}.instances: {_NO_INSTANCES}")
         _split_llm_args(worker, folder)
-        _check_drafter(worker, f"{folder}/recipe.yaml: workers.{name}")
+        _check_drafter(worker, f"{folder}/recipe.yaml: workers.{name}", folder)
         convert(worker, WorkerEntry, f"{folder}/recipe.yaml: workers.{name}")  # an error names this worker
     return convert(tree | {"name": folder.name, "folder": str(folder)}, Recipe, f"{folder}/recipe.yaml")
 
@@ -142,8 +142,11 @@ def _split_llm_args(worker: Any, folder: Path) -> None:
             worker["engine_config"] = llm_args.split(config, keys_of(EngineConfig))
 
 
-def _check_drafter(worker: Any, where: str) -> None:
-    """Refuse a kind of draft by its own name: of the keys beside it TensorRT-LLM has some that are unknown here."""
+def _check_drafter(worker: Any, where: str, folder: Path) -> None:
+    """Refuse a kind of draft by its own name: of the keys beside it TensorRT-LLM has some that are unknown here.
+
+    A draft model's folder is found as `model` is.
+    """
     config = worker.get("engine_config") if isinstance(worker, dict) else None
     block = config.get("speculative_config") if isinstance(config, dict) else None
     name = worker.get("engine", WorkerEntry().engine) if isinstance(worker, dict) else ""
@@ -152,6 +155,20 @@ def _check_drafter(worker: Any, where: str) -> None:
     if rule is not None and rule.kind == "refused" and kind not in rule.accepted:
         key = f"{where}.engine_config.speculative_config.decoding_type"
         raise ConfigError(f"{key}: {kind!r} on engine {name}: {rule.reason}")
+    if rule is not None:
+        _find_draft_model(block, f"{where}.engine_config.speculative_config.speculative_model", folder)
+
+
+def _find_draft_model(block: Any, key: str, folder: Path) -> None:
+    if not isinstance(block, dict):
+        return
+    if "speculative_model_dir" in block:  # TensorRT-LLM's other name for it
+        block.setdefault("speculative_model", block.pop("speculative_model_dir"))
+    if isinstance(name := block.get("speculative_model"), str):
+        try:
+            block["speculative_model"] = find_model(name, str(folder), "the key")
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

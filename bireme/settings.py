@@ -61,9 +61,13 @@ class QuantConfig(Settings, frozen=True, kw_only=True):
     quant_algo: Annotated[str | None, Engines(torch=_FEW_BITS, mocker=HARMLESS)] = None
 
 
-_OTHER_DRAFTS = "drafts come of NGram here; set decoding_type: NGram, remove speculative_config, or use engine: trtllm"
+NGRAM = "NGram"
 SYNTHETIC = "Synthetic"  # of a machine without weights: which drafts are right is drawn
-DRAFT_KINDS = Engines(torch=Rule("refused", _OTHER_DRAFTS, ("", "NGram", SYNTHETIC)), mocker=HARMLESS)
+DRAFT_MODELS = ("DraftTarget", "Draft_Target")  # TensorRT-LLM's names, of 1.2 and of 1.3
+_OTHER_DRAFTS = (
+    "drafts come of NGram or Draft_Target here; set one of these, remove speculative_config, or use engine: trtllm"
+)
+DRAFT_KINDS = Engines(torch=Rule("refused", _OTHER_DRAFTS, ("", NGRAM, *DRAFT_MODELS, SYNTHETIC)), mocker=HARMLESS)
 _POOL = Rule("refused", "drafts come of a request's own tokens, never of another's; set false, or remove it", (False,))
 _NOT_TRTLLM = Rule("refused", "Synthetic drafts are engine torch's; remove it")
 _BY_COST = Engines(torch=HARMLESS, mocker=HARMLESS)  # torch turns drafts off by what steps take
@@ -88,7 +92,8 @@ class SpeculativeConfig(Settings, frozen=True, kw_only=True):
     draft_len_schedule: Annotated[dict[int, NotNegative] | None, Engines(mocker=HARMLESS)] = None
     acceptance_window: Annotated[int | None, _BY_COST] = None
     acceptance_length_threshold: Annotated[float | None, _BY_COST] = None
-    speculative_model: Annotated[str | None, DRAFT_KINDS] = None
+    # Draft_Target: the draft model's folder or hub id
+    speculative_model: Annotated[str | None, Engines(mocker=HARMLESS)] = None
 
 
 class DiscoveryConfig(Settings, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import msgspec
 from bireme.config import EngineConfig, WorkerEntry
 from bireme.conversion import convert
 from bireme.errors import ConfigError
-from bireme.settings import SYNTHETIC, Engines, Rule, SpeculativeConfig
+from bireme.settings import DRAFT_MODELS, SYNTHETIC, Engines, Rule, SpeculativeConfig
 
 logger = logging.getLogger("bireme.engines")
 HONORED = Rule("honored")
@@ -93,7 +93,19 @@ def check_values(config: EngineConfig) -> None:
         )
     if not config.llm_args and config.speculative_config is not None:  # TensorRT-LLM's YAML has checks of its own
         _check_drafts(config.speculative_config)
+        _check_draft_model(config.speculative_config)
         _check_synthetic(config.speculative_config, config.load_format)
+
+
+def _check_draft_model(config: SpeculativeConfig) -> None:
+    key, kind, model = "speculative_config.speculative_model", config.decoding_type, config.speculative_model
+    if kind in DRAFT_MODELS and not model:
+        raise ConfigError(f"{key}: missing; {kind} drafts with a model, name its folder")
+    if kind not in DRAFT_MODELS and model:
+        raise ConfigError(
+            f"{key}: {model!r}; {kind or 'this'} drafts without a model, remove it or set decoding_type:"
+            f" {DRAFT_MODELS[-1]}"
+        )
 
 
 def _check_synthetic(config: SpeculativeConfig, load_format: str) -> None:

@@ -148,6 +148,11 @@ class Row:
             parts.append(np.array(last, dtype=np.int64))
         return np.concatenate(parts)
 
+    def go_to(self, num_output: int) -> None:
+        # Of a draft's row, which keeps no account of tokens: the next one is the one after so many.
+        self.num_output = num_output
+        self._set_kind()
+
     def append(self, token: int) -> None:
         """Raises RequestError when the guide does not allow it."""
         if self.guidance is not None:

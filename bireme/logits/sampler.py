@@ -126,9 +126,11 @@ class Sampler(Generic[Key]):
 
     def sample(self, logits: torch.Tensor, keys: Sequence[Key]) -> Sampled:
         """Choose one token a row of `logits` (rows, vocab), any float dtype, unchanged."""
+        return self.sample_rows(logits, [self._rows[key] for key in keys])
+
+    def sample_rows(self, logits: torch.Tensor, rows: list[Row]) -> Sampled:
         if logits.size(1) > self.vocab_size:  # heads may be padded
             logits = logits[:, : self.vocab_size]
-        rows = [self._rows[key] for key in keys]
         tokens = [NO_TOKEN] * len(rows)
         errors: dict[int, BiremeError] = {}
         plain = [at for at, row in enumerate(rows) if row.is_plain]

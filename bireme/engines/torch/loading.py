@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from bireme.engines.base import EngineContext, RequestKey
+from bireme.engines.torch.forward.loaded_draft import LoadedDraft, load_draft
 from bireme.engines.torch.forward.opening import (
     StepModel,
     add_graphs,
@@ -25,13 +26,21 @@ from bireme.engines.torch.geometry import group_layers
 from bireme.engines.torch.images.picture_side import PictureSide, open_pictures
 from bireme.engines.torch.pools.block_mover import BlockMover
 from bireme.engines.torch.pools.kv_store import KvStore
-from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes, tier_sizes
+from bireme.engines.torch.pools.sizes import (
+    CPU_POOL_BYTES,
+    GpuMemory,
+    gpu_pool_bytes,
+    pool_sizes,
+    tier_sizes,
+    with_draft,
+)
 from bireme.engines.torch.scheduling.admission import Admission
 from bireme.engines.torch.scheduling.core import EngineCore
 from bireme.engines.torch.scheduling.disaggregation import TorchExporter, TorchImporter
 from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.scheduling.parts import Parts
+from bireme.engines.torch.scheduling.speculation.draft_model import DraftModel
 from bireme.engines.torch.scheduling.speculation.speculation import open_speculation
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.scheduling.step_prices import NOTHING, prices_of
@@ -71,7 +80,9 @@ class LoadedEngine:
         pictures = open_pictures(setup, self.weights.model)
         model = open_model(setup, pictures.language_model, pictures.store is not None, pictures.merge_size > 0)
         phases.end("probe")
-        store, manager = _open_pools(setup, model, self.weights.num_bytes)
+        draft = load_draft(setup, model)
+        phases.end("draft")
+        store, manager = _open_pools(setup, model, self.weights.num_bytes, draft)
         phases.end("pools")
         forward = open_forward(setup, model, store, manager, self.weights.is_shared)
         layout = store.layout(kv_model(setup, forward))
@@ -121,6 +132,7 @@ class LoadedEngine:
                 pictures=pictures.store,
                 speculation=open_speculation(
                     context.config.speculative_config,
+                    _open_drafter(draft, manager) if draft is not None else None,
                     manager,
                     context.metrics,
                     costs,
@@ -204,15 +216,17 @@ def _load_weights(setup: Setup) -> SharedModel:
     return weights
 
 
-def _open_pools(setup: Setup, model: StepModel, shared_bytes: int) -> tuple[KvStore, BlockManager]:
+def _open_pools(
+    setup: Setup, model: StepModel, shared_bytes: int, draft: LoadedDraft | None
+) -> tuple[KvStore, BlockManager]:
     context, cache, limits, device = setup.context, setup.config.kv_cache_config, setup.limits, setup.device
     groups, available = group_layers(model.geometry), CPU_POOL_BYTES
     if device.type == "cuda" and cache.max_tokens is None:
-        peak = model.peak_bytes(setup)
+        peak = max(model.peak_bytes(setup), 0 if draft is None else draft.model.peak_bytes(draft.setup))
         free, total = torch.cuda.mem_get_info(device)
         memory = GpuMemory(total, free, torch.cuda.memory_allocated(device) + shared_bytes, peak)
         available = gpu_pool_bytes(memory, cache.free_gpu_memory_fraction, context.gpu_neighbors)
-    num_blocks = pool_sizes(setup.config, limits, groups, available)
+    num_blocks = pool_sizes(setup.config, limits, with_draft(groups, draft.row_bytes if draft else ()), available)
     is_shared = context.transfer is not None
     store = KvStore(model.geometry, groups, num_blocks, limits.tokens_per_block, device, is_shared)
     lower, lowest = tier_sizes(setup.config, groups), cache.secondary_offload_min_priority
@@ -226,6 +240,14 @@ def _open_pools(setup: Setup, model: StepModel, shared_bytes: int) -> tuple[KvSt
         min_priority=DEFAULT_PRIORITY if lowest is None else lowest,
     )
     return store, manager
+
+
+def _open_drafter(draft: LoadedDraft, manager: BlockManager) -> DraftModel:
+    num_blocks, limits = manager.groups[0].num_blocks, draft.setup.limits
+    forward = draft.open(num_blocks)
+    sampler: Sampler[RequestKey] = Sampler(draft.model.vocab_size, draft.setup.device, draw=draft.model.draw_rows())
+    shape = (len(draft.groups), num_blocks, limits.tokens_per_block, limits.max_seq_len)
+    return DraftModel(forward, sampler, StepCosts(), *shape)
 
 
 def _open_mover(setup: Setup, store: KvStore, manager: BlockManager) -> BlockMover | None:

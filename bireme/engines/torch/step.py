@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from bireme.kv.blocks.block_tiers import BlockCopy
 from bireme.kv.blocks.hashing import MediaSpan
 from bireme.kv.transfer.base import Fetch, KvFetch, Lease
 from bireme.logits.guided.guidance import Guidance
+from bireme.logits.rows import Row
 from bireme.messages import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 from bireme.multimodal.mrope import Positions
 from bireme.multimodal.wire import OpenedItem
@@ -69,6 +71,13 @@ class SequencePictures:
         return int(self.rope[:, -1].max()) + 1 - self.rope.shape[1]
 
 
+class DraftOffer(NamedTuple):
+    """A draft, before or after it is there."""
+
+    num_tokens: int
+    kind: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Tokens that may come next in a sequence."""
@@ -76,6 +85,26 @@ class Draft:
     tokens: list[int]
     kind: int = 0  # of evidence, below the drafter's `num_kinds`: acceptance is measured for each apart
     num_right: int | None = None  # tokens that count as right, whatever is drawn; None: those that are drawn
+
+
+@dataclass(slots=True)
+class DraftedSequence:
+    """A sequence as a draft model has it, whose keys and values lie in pools of its own under the same block ids.
+
+    `own.tokens` are those that were verified, then those that it drafted; `own.computed` of them are in its pools.
+    """
+
+    own: Sequence
+    row: Row  # what its tokens are drawn by
+    num_verified: int = 0  # when it drafted last
+
+    @property
+    def drafted(self) -> list[int]:
+        return self.own.tokens[self.num_verified :]
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.own.tokens) - self.num_verified
 
 
 @dataclass(slots=True)
@@ -92,6 +121,7 @@ class Drafting:
     known: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     num_known: int = 0
     num_predicted: int = 0  # of these
+    follower: DraftedSequence | None = None  # from its first draft on, until it is preempted
 
     @classmethod
     def with_prediction(cls, prediction: bytes) -> Drafting:
@@ -209,6 +239,7 @@ class SchedulerOutput:
     budget: int = 0
     # Of decodes: tokens that may follow the last one; each is a row of the step's too, behind those of all decodes.
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    drafting_s: float = 0.0  # that a draft model's passes took before it
 
     @property
     def has_tokens(self) -> bool:

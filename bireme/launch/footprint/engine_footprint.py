@@ -5,12 +5,13 @@ Everything that follows from the model is counted with the engine's own rules (d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from bireme.config import EngineConfig
 from bireme.engines.torch.geometry import UNSCALED, EngineLimits, LayerGroup, group_layers
-from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes
+from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes, with_draft
 from bireme.engines.torch.weights import architectures, dtypes
 from bireme.engines.torch.weights.limits import FP8, narrow_windows, resolve_limits
 from bireme.errors import ConfigError
@@ -75,21 +76,35 @@ class EngineFootprint:
         return self.weights + self.pool + self.step
 
 
+class _DraftParts(NamedTuple):
+    """Bytes."""
+
+    weights: int
+    load: int
+    step: int
+    row_bytes: tuple[int, ...]  # of a token in the pools, a layer each
+
+
 class EngineSizes:
     """Of one model under one configuration. `footprint` is asked again for other surroundings."""
 
     def __init__(
-        self, config: EngineConfig, shape: DecoderShape, files: WeightFiles | None, blocks: KeptBytes | None = None
+        self,
+        config: EngineConfig,
+        shape: DecoderShape,
+        files: WeightFiles | None,
+        blocks: KeptBytes | None = None,
+        draft: EngineSizes | None = None,
     ) -> None:
-        """`blocks`: what stays of a GGUF file on a CPU."""
+        """`blocks`: what stays of a GGUF file on a CPU. `draft`: of the model that drafts for it."""
         self.config, self.shape, self.files = config, shape, files if config.load_format != "dummy" else None
-        self._blocks = blocks or KeptBytes()
+        self._blocks, self._draft = blocks or KeptBytes(), draft
 
     def footprint(self, around: Surroundings) -> EngineFootprint:
         """Raises ConfigError by the engine's own rules."""
         config, shape = self.config, self.shape
         limits = resolve_limits(config, _namespace(shape.text))
-        dtype = dtypes.choose(config.dtype, shape.text.dtype or self.own_dtype, bool(around.gpu_bytes))
+        dtype = self._dtype(around)
         windows = config.kv_cache_config.max_attention_window
         longest = shape.text.size("max_position_embeddings", "n_positions", default=0, least=0)
         is_fp8 = config.kv_cache_config.dtype == FP8
@@ -98,6 +113,10 @@ class EngineSizes:
         has_decoder = shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")
         weights, load = self._weights(dtype, has_decoder, limits, around)
         step = _step_bytes(shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
+        if self._draft is not None:  # its passes come before the target's steps, its load after that's
+            drafts = self._draft._parts(limits, around)
+            weights, load, step = weights + drafts.weights, max(load, drafts.load), max(step, drafts.step)
+            groups = tuple(with_draft(groups, drafts.row_bytes))
         available = CPU_POOL_BYTES
         if around.gpu_bytes:
             free = around.gpu_bytes - GPU_CONTEXT_BYTES - weights
@@ -123,6 +142,17 @@ class EngineSizes:
             num_blocks=tuple(counts),
             limits=limits,
         )
+
+    def _dtype(self, around: Surroundings) -> str:
+        return dtypes.choose(self.config.dtype, self.shape.text.dtype or self.own_dtype, bool(around.gpu_bytes))
+
+    def _parts(self, limits: EngineLimits, around: Surroundings) -> _DraftParts:
+        """Return what it takes beside a target that has these limits: its weights are its engine's own."""
+        dtype, alone = self._dtype(around), replace(around, shares_weights=False)
+        has_decoder = self.shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")
+        weights, load = self._weights(dtype, has_decoder, limits, alone)
+        step = _step_bytes(self.shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
+        return _DraftParts(weights, load, step, tuple(layer.row_bytes for layer in self.shape.geometry(dtype)))
 
     @property
     def own_dtype(self) -> str | None:

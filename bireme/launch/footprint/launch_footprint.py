@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bireme.config import Recipe
+from bireme.config import EngineConfig, Recipe
 from bireme.engines.stub.environment import devices_of, gpu_neighbors
 from bireme.engines.torch import native
-from bireme.engines.torch.weights.limits import FP8, FP8_REMEDY, why_no_fp8_kv
+from bireme.engines.torch.weights.limits import FP8, FP8_REMEDY, draft_config, why_no_fp8_kv
 from bireme.errors import ConfigError
 from bireme.gguf.folder import gguf_files
 from bireme.gguf.head import read_head
@@ -156,23 +156,19 @@ class LaunchFootprint:
         folder = Path(recipe.worker_model_path(stage))
         if not folder.is_dir():
             raise UncountedError(f"not counted: {folder} is not on this machine")
-        config = read_config(folder)
-        shape = read_shape(config)
-        is_tied = not shape.parameters.head
-        files = None  # of a quantized checkpoint: config.json says what its weights are
-        if "quantization_config" not in config:
-            files = read_weight_files(folder, is_tied, len(shape.windows))
-        if files is None and config.block("vision_config") is not None:
-            raise UncountedError("not counted: a model that sees is counted from its files, and there are none")
+        asked, draft = entry.engine_config, None
+        speculation = asked.speculative_config
+        if speculation is not None and speculation.speculative_model and stage != "prefill":
+            if not Path(speculation.speculative_model).is_dir():
+                raise UncountedError(f"not counted: {speculation.speculative_model}, which drafts, is not here")
+            draft = _sizes(draft_config(asked), Path(speculation.speculative_model))
         around = Surroundings(
             gpu_bytes=self.machine.gpus[gpu] if gpu is not None else 0,
             has_compiler=_has_compiler(),
             shares_weights=recipe.memory_service.enabled,
             gpu_neighbors=gpu_neighbors(recipe, stage) if gpu is not None else (),
         )
-        paths = gguf_files(folder)
-        blocks = kept_blocks(read_head(paths[0])) if paths else None
-        return EngineSizes(entry.engine_config, shape, files, blocks).footprint(around)
+        return _sizes(asked, folder, draft).footprint(around)
 
     def _gpu_of(self, stage: str) -> int | None:
         entry, gpus = self._recipe.workers[stage], self.machine.gpus
@@ -266,6 +262,19 @@ class LaunchFootprint:
             remedy=f"set {tokens} or less in each worker" if tokens else "take a smaller model or more memory",
             is_error=False,
         )
+
+
+def _sizes(asked: EngineConfig, folder: Path, draft: EngineSizes | None = None) -> EngineSizes:
+    """Raises ConfigError where it can't be counted."""
+    config = read_config(folder)
+    shape = read_shape(config)
+    files = None  # of a quantized checkpoint: config.json says what its weights are
+    if "quantization_config" not in config:
+        files = read_weight_files(folder, not shape.parameters.head, len(shape.windows))
+    if files is None and config.block("vision_config") is not None:
+        raise UncountedError("not counted: a model that sees is counted from its files, and there are none")
+    paths = gguf_files(folder)
+    return EngineSizes(asked, shape, files, kept_blocks(read_head(paths[0])) if paths else None, draft)
 
 
 def _has_compiler() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bireme.engines.torch.step import Draft
+from bireme.engines.torch.step import Draft, DraftOffer
 from bireme.settings import SpeculativeConfig
 
 NGRAM = SpeculativeConfig(decoding_type="NGram", max_draft_len=5)
@@ -13,6 +13,7 @@ NGRAM = SpeculativeConfig(decoding_type="NGram", max_draft_len=5)
 
 class KnownAnswers:
     num_kinds = 1
+    costs = None
 
     def __init__(self, errs_every: int = 7) -> None:
         """`errs_every`: of an answer's tokens one of so many is drafted wrong."""
@@ -22,7 +23,10 @@ class KnownAnswers:
     def know(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
         self._answers += [(list(prompt), list(tokens)) for prompt, tokens in zip(prompts, answers, strict=True)]
 
-    def propose(self, most: Mapping[Any, int]) -> dict[Any, Draft]:
+    def room(self, sequence: Any) -> int:
+        return 1 << 30
+
+    def propose(self, most: Mapping[Any, int], budget: int = 0) -> dict[Any, Draft]:
         found = {}
         for sequence, count in most.items():
             begin, split = sequence.num_output, sequence.num_prompt
@@ -38,8 +42,8 @@ class KnownAnswers:
 class WholeDrafts:
     """Lengths of all that was proposed."""
 
-    def choose(self, plan: Any, drafts: Mapping[Any, Draft]) -> dict[Any, int]:
-        return {sequence: len(draft.tokens) for sequence, draft in drafts.items()}
+    def choose(self, plan: Any, offers: Mapping[Any, DraftOffer]) -> dict[Any, int]:
+        return {sequence: offer.num_tokens for sequence, offer in offers.items()}
 
     def is_hopeful(self, plan: Any, most: Mapping[Any, int]) -> bool:
         return True

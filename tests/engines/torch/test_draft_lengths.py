@@ -10,7 +10,7 @@ import pytest
 from bireme.engines.torch.scheduling.speculation.lengths import MeasuredLengths
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
-from bireme.engines.torch.step import Draft, Drafting
+from bireme.engines.torch.step import Draft, Drafting, DraftOffer
 
 
 class Sequence(SimpleNamespace):
@@ -76,7 +76,7 @@ def learned(a_row_ms):
 
 def chosen(lengths, one, kind=0):
     plan = SimpleNamespace(decodes=[one], drafts={}, chunks=[])
-    return lengths.choose(plan, {one: Draft([5] * 6, kind)}).get(one, 0)
+    return lengths.choose(plan, {one: DraftOffer(6, kind)}).get(one, 0)
 
 
 def test_a_draft_that_is_always_right_is_verified_whole_and_one_that_never_is_not_at_all():

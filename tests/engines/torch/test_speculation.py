@@ -219,7 +219,7 @@ def test_a_drafter_that_fails_leaves_requests_without_drafts(engine, caplog):
     requests = [request(prompt) for prompt in FEW]
     whole = [result.tokens for result in without_drafts(engine, requests)]
     speculation = engine.core._parts.speculation
-    speculation.drafter.propose = lambda most: 1 / 0
+    speculation.drafter.propose = lambda most, budget: 1 / 0
     assert engine.run(requests) == whole
     assert not speculation.is_on and "drafts_off" in caplog.text
 

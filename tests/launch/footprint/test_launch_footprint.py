@@ -199,3 +199,17 @@ def test_a_size_is_told_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+
+
+def test_a_draft_model_counts_with_its_weights_and_keys_and_values_but_not_in_prefill(recipe, tmp_path):
+    made = recipe()
+    folder = made.worker_model_path("decode")
+    kind = {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": folder}
+    alone = LaunchFootprint(made, MachineMemory(99 * GIB), 4).workers[0].engine
+    drafting = (
+        LaunchFootprint(recipe(engine={"speculative_config": kind}), MachineMemory(99 * GIB), 4).workers[0].engine
+    )
+    assert (drafting.weights, drafting.bytes_per_token) == (2 * alone.weights, 2 * alone.bytes_per_token)
+    assert drafting.num_blocks[0] == alone.num_blocks[0] // 2
+    missing = recipe(engine={"speculative_config": kind | {"speculative_model": "no/where"}})
+    assert "no/where, which drafts, is not here" in next(LaunchFootprint(missing, MachineMemory(99 * GIB), 4).lines())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bireme.config import EngineConfig, KvCacheConfig
 from bireme.engines.torch.geometry import EngineLimits, LayerGroup
@@ -37,6 +37,12 @@ def pool_sizes(
             " kv_cache_config.free_gpu_memory_fraction, or set kv_cache_config.max_tokens"
         )
     return sizes
+
+
+def with_draft(groups: Sequence[LayerGroup], row_bytes: Sequence[int]) -> list[LayerGroup]:
+    """Return what memory is counted by: a draft model's layers, of so many bytes each, lie beside the first group."""
+    first, *others = groups
+    return [replace(first, row_bytes=(*first.row_bytes, *row_bytes)), *others]
 
 
 def tier_sizes(config: EngineConfig, groups: Sequence[LayerGroup]) -> list[tuple[int, ...]]:

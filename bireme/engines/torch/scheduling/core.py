@@ -220,7 +220,7 @@ class EngineCore:
 
     def _landed(self, plan: SchedulerOutput, work: StepWork, began: float, ended: float, is_seen: bool = True) -> None:
         costs = self._parts.speculation.verifying if plan.drafts and self._parts.speculation is not None else None
-        self._pace.landed(work, began, ended, is_seen, costs)
+        self._pace.landed(work, began, ended, is_seen, costs, plan.drafting_s)
 
     def _deliver(
         self, plan: SchedulerOutput, sequences: list[Sequence], sampled: Sampled, now: float, draw: Draw

@@ -26,9 +26,18 @@ class StepPace:
         self._start_s = max(seconds, self._start_s * 0.9)
 
     def landed(
-        self, work: StepWork, began_at: float, now: float, is_seen: bool = True, costs: StepCosts | None = None
+        self,
+        work: StepWork,
+        began_at: float,
+        now: float,
+        is_seen: bool = True,
+        costs: StepCosts | None = None,
+        drafting_s: float = 0.0,
     ) -> None:
-        """`is_seen`: it has ended by now. `costs`: of steps of its kind, which is seen; None: the usual ones."""
+        """`is_seen`: it has ended by now. `costs`: of steps of its kind, which is seen; None: the usual ones.
+
+        `drafting_s`: of that time, what is not the step's own.
+        """
         if not self._unseen:
             self._unseen_from = self._ended_at or began_at
         elif costs is not None:  # of two kinds together nobody knows what each took
@@ -36,7 +45,7 @@ class StepPace:
             return
         self._unseen.append(work)
         if is_seen:
-            (costs or self._costs).landed(self._unseen, now - self._unseen_from)
+            (costs or self._costs).landed(self._unseen, now - self._unseen_from - drafting_s)
             self._unseen, self._ended_at = [], now
 
     def rest(self) -> None:

@@ -262,6 +262,8 @@ class Scheduler:
         self.finish(sequence)
         sequence.state, sequence.computed = SequenceStatus.WAITING, 0
         sequence.prompt_logprobs = []
+        if sequence.drafting is not None:
+            sequence.drafting.follower = None
         self.waiting.push(sequence)
 
     def _may_fit(self, head: Sequence) -> bool:

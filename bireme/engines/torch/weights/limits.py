@@ -7,10 +7,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from bireme.config import EngineConfig
 from bireme.engines.torch.geometry import EngineLimits, LayerGeometry
 from bireme.engines.torch.weights.architectures import position_limit
 from bireme.errors import ConfigError
+from bireme.settings import QuantConfig
 
 if TYPE_CHECKING:
     import torch
@@ -87,10 +90,20 @@ def narrow_windows(
     return narrowed
 
 
-def _max_seq_len(config: EngineConfig, model_config: Any) -> int:
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """Return the settings of an engine's draft model: without what is said of the target's weights and KV."""
+    cache = msgspec.structs.replace(config.kv_cache_config, dtype="auto", max_attention_window=None)
+    return msgspec.structs.replace(config, quant_config=QuantConfig(), kv_cache_config=cache, speculative_config=None)
+
+
+def longest_sequence(model_config: Any) -> int:
+    """Return the tokens that a model was made for; 0: its configuration does not say."""
     trained = int(getattr(model_config, "max_position_embeddings", 0) or 0)
-    constant = position_limit(model_config)
-    own = min(filter(None, (trained, constant)), default=0)
+    return min(filter(None, (trained, position_limit(model_config))), default=0)
+
+
+def _max_seq_len(config: EngineConfig, model_config: Any) -> int:
+    constant, own = position_limit(model_config), longest_sequence(model_config)
     asked = config.max_seq_len
     if asked is not None and asked < 2:
         raise ConfigError(f"max_seq_len: {asked}; at least 2, one prompt token and one generated")

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
-from bireme.engines.torch.step import Draft, Drafting, SchedulerOutput, Sequence
+from bireme.engines.torch.step import Drafting, DraftOffer, SchedulerOutput, Sequence
+
+_Hope = tuple[float, int, Sequence]
 
 _GAIN = 1.05  # in tokens a second, for which a step is made larger: estimates err
 _PRIOR = 2.0  # trials that what is known of other sequences counts for
@@ -28,7 +30,7 @@ _FEW = 4  # steps with drafts, of which too little is known: they are taken to c
 
 
 class DraftLengths(Protocol):
-    def choose(self, plan: SchedulerOutput, drafts: Mapping[Sequence, Draft]) -> dict[Sequence, int]:
+    def choose(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         """Return how many tokens of each draft the step verifies, at least one; of others none."""
 
     def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
@@ -39,22 +41,32 @@ class DraftLengths(Protocol):
 
 
 class MeasuredLengths:
-    def __init__(self, costs: StepCosts, verifying: StepCosts, num_kinds: int, most_s: float = 0.0) -> None:
-        """`verifying`: of steps that have drafts. `most_s`: that a step may take with them; 0: no bound."""
-        self._costs, self._verifying, self._most_s = costs, verifying, most_s
+    def __init__(
+        self,
+        costs: StepCosts,
+        verifying: StepCosts,
+        num_kinds: int,
+        most_s: float = 0.0,
+        drafting: StepCosts | None = None,
+    ) -> None:
+        """`verifying`: of steps that have drafts. `drafting`: of the passes that make them; None: they cost nothing.
+
+        `most_s`: that a step may take with its drafts; 0: no bound.
+        """
+        self._costs, self._verifying, self._most_s, self._drafting = costs, verifying, most_s, drafting
         self._of_all = [_FIRST] * num_kinds
         self._num_left_out = self._num_unlooked = 0
 
-    def choose(self, plan: SchedulerOutput, drafts: Mapping[Sequence, Draft]) -> dict[Sequence, int]:
+    def choose(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         hopes = []
-        for sequence, draft in drafts.items():
-            hopes += _hopes(sequence, self.rate(sequence, draft.kind), len(draft.tokens))
-        hopes.sort(key=lambda one: -one[0])  # stable: of one sequence in their order
+        for sequence, offer in offers.items():
+            hopes += _hopes(sequence, self.rate(sequence, offer.kind), offer.num_tokens)
+        hopes.sort(key=lambda one: (-one[0], one[1]))
         count = self._most_that_pay(plan, hopes)
         if not count:
-            return self._probe(drafts)
+            return self._probe(offers)
         chosen: dict[Sequence, int] = {}
-        for _, sequence in hopes[:count]:
+        for _, _, sequence in hopes[:count]:
             chosen[sequence] = chosen.get(sequence, 0) + 1
         return chosen
 
@@ -68,37 +80,39 @@ class MeasuredLengths:
             found = sequence.drafting.found if sequence.drafting is not None else 1.0
             rate = max(self.rate(sequence, kind) for kind in range(len(self._of_all)))
             hopes += _hopes(sequence, rate, count, found)
-        hopes.sort(key=lambda one: -one[0])
+        hopes.sort(key=lambda one: (-one[0], one[1]))
         is_hopeful = self._most_that_pay(plan, hopes) > 0
         if is_hopeful:
             self._num_unlooked = 0
         return is_hopeful
 
-    def _most_that_pay(self, plan: SchedulerOutput, hopes: list[tuple[float, Sequence]]) -> int:
+    def _most_that_pay(self, plan: SchedulerOutput, hopes: list[_Hope]) -> int:
         work = StepWork.of(plan)
         tokens = float(len(plan.decodes))
         verifying = self._verifying if self._verifying.num_landed >= _FEW else self._costs
         every = max(4, len(hopes) // _ESTIMATES)
         best, best_count = _GAIN * tokens / self._costs.usual_s(work), 0
-        for count, (hope, sequence) in enumerate(hopes, 1):
+        passes = _Passes(self._drafting)
+        for count, (hope, place, sequence) in enumerate(hopes, 1):
             tokens += hope
             work = work.with_rows(1, sequence.computed)
+            passes.add(place, sequence.computed)
             if count & (count - 1) and count % every and count != len(hopes):
                 continue  # of many lengths some are enough
-            seconds = verifying.usual_s(work)
+            seconds = verifying.usual_s(work) + passes.seconds()
             if self._most_s and seconds > self._most_s:
                 break
             if tokens / seconds > best:
                 best, best_count = tokens / seconds, count
         return best_count
 
-    def _probe(self, drafts: Mapping[Sequence, Draft]) -> dict[Sequence, int]:
-        self._num_left_out += len(drafts)
+    def _probe(self, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
+        self._num_left_out += len(offers)
         if self._num_left_out < _PROBE_EVERY:
             return {}
         self._num_left_out = 0
-        sequence, draft = max(drafts.items(), key=lambda one: self.rate(one[0], one[1].kind))
-        return {sequence: min(_PROBE, len(draft.tokens))}
+        sequence, offer = max(offers.items(), key=lambda one: self.rate(one[0], one[1].kind))
+        return {sequence: min(_PROBE, offer.num_tokens)}
 
     def rate(self, sequence: Sequence, kind: int) -> float:
         """Return the probability that a token of a draft of this kind is right."""
@@ -116,6 +130,24 @@ class MeasuredLengths:
         drafting.trials[kind] = accepted * _FADES + num_accepted, tried * _FADES + trials
 
 
-def _hopes(sequence: Sequence, rate: float, count: int, hope: float = 1.0) -> list[tuple[float, Sequence]]:
-    """Return the probability that each of a draft's tokens is delivered."""
-    return [(hope * rate**number, sequence) for number in range(1, count + 1)]
+class _Passes:
+    """What a model's passes for drafts take together: one for each place, whose rows are of as many sequences."""
+
+    def __init__(self, costs: StepCosts | None) -> None:
+        """None: there are none."""
+        self._costs = costs
+        self._works: list[StepWork] = []
+
+    def add(self, place: int, num_before: int) -> None:
+        """Have one sequence more, of so many tokens, drafted at a place, from 1."""
+        if place > len(self._works):
+            self._works.append(StepWork(0, 0, 0))
+        self._works[place - 1] = self._works[place - 1].with_rows(1, num_before)
+
+    def seconds(self) -> float:
+        return sum(map(self._costs.usual_s, self._works)) if self._costs is not None else 0.0
+
+
+def _hopes(sequence: Sequence, rate: float, count: int, hope: float = 1.0) -> list[_Hope]:
+    """Return the probability that each of a draft's tokens is delivered, and its place, from 1."""
+    return [(hope * rate**number, number, sequence) for number in range(1, count + 1)]

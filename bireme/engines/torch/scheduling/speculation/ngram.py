@@ -11,24 +11,29 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bireme.engines.torch.step import Draft, Drafting, Sequence, TokenIds
+from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
+from bireme.engines.torch.scheduling.step_costs import StepCosts
+from bireme.engines.torch.step import Draft, Sequence, TokenIds
 
 
 class NgramDrafter:
     def __init__(self, max_matching_ngram_size: int, is_use_oldest: bool) -> None:
         # By the tokens that matched, of the sequence or of what its request predicts.
         self.num_kinds = 2 * (max_matching_ngram_size + 1)
+        self.costs: StepCosts | None = None
         self._most, self._is_oldest = max_matching_ngram_size, is_use_oldest
 
-    def propose(self, most: Mapping[Sequence, int]) -> dict[Sequence, Draft]:
+    def room(self, sequence: Sequence) -> int:
+        return sequence.max_tokens
+
+    def propose(self, most: Mapping[Sequence, int], budget: int = 0) -> dict[Sequence, Draft]:
         found = {}
         for sequence, count in most.items():
-            if sequence.drafting is None:
-                sequence.drafting = Drafting.with_prediction(sequence.request.prediction)
-            known = sequence.drafting.learn(sequence.tokens)
+            drafting = drafting_of(sequence)
+            known = drafting.learn(sequence.tokens)
             matched, at = self._match(known)
             if matched:
-                is_predicted = at <= sequence.drafting.num_predicted
+                is_predicted = at <= drafting.num_predicted
                 kind = matched + is_predicted * (self._most + 1)
                 found[sequence] = Draft(_from(known, at, count), kind)
         return found

@@ -11,20 +11,21 @@ of keys that are void are written anew before anything reads them.
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from bireme.engines.torch.scheduling.speculation.drafter import Drafter
+from bireme.engines.torch.scheduling.speculation.drafter import Drafter, drafting_of
 from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.speculation.synthetic import SyntheticDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts
-from bireme.engines.torch.step import Draft, Drafting, SchedulerOutput, Sequence
+from bireme.engines.torch.step import Draft, DraftOffer, SchedulerOutput, Sequence
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.metrics import Registry
-from bireme.settings import SYNTHETIC, SpeculativeConfig
+from bireme.settings import NGRAM, SYNTHETIC, SpeculativeConfig
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -46,24 +47,45 @@ class Speculation:
     def draft(self, plan: SchedulerOutput, room: int) -> None:
         """Add drafts of at most `room` tokens to a step that is planned, in what is left of its tokens and blocks."""
         longest = self.longest(len(plan.decodes)) if self.is_on else 0
-        most = {one: count for one in plan.decodes if (count := min(longest, _room(one))) > 0}
+        most = {one: count for one in plan.decodes if (count := min(longest, self._room(one))) > 0}
         if not most:
             return
         try:
-            found = self._found(most)
-            chosen = self.lengths.choose(plan, found) if found else {}
+            if self.drafter.costs is None:
+                self._look_up(plan, most, room)
+            else:
+                self._compute(plan, most, room)
         except Exception:  # requests need no drafts
             self.is_on = False
             logger.exception("drafts_off reason=the drafter failed: requests are served without drafts from here on")
-            return
-        for sequence, count in chosen.items():
-            room -= self._add(plan, sequence, found[sequence], min(count, room))
 
-    def _found(self, most: dict[Sequence, int]) -> dict[Sequence, Draft]:
-        found = self.drafter.propose(most)
+    def _look_up(self, plan: SchedulerOutput, most: dict[Sequence, int], room: int) -> None:
+        """What is found says how much of it is hoped for."""
+        found = self.drafter.propose(most, 0)
         for sequence in most:
             drafting_of(sequence).looked(sequence in found)
-        return found
+        offers = {one: DraftOffer(len(draft.tokens), draft.kind) for one, draft in found.items()}
+        chosen = self.lengths.choose(plan, offers) if offers else {}
+        for sequence, count in self._make_rooms(plan, chosen, room).items():
+            self._add(plan, sequence, found[sequence], count)
+
+    def _compute(self, plan: SchedulerOutput, most: dict[Sequence, int], room: int) -> None:
+        """What is hoped for says how much is computed, in passes of as many tokens as the step has left."""
+        budget, chosen = plan.budget, self.lengths.choose(plan, {one: DraftOffer(count) for one, count in most.items()})
+        if rooms := self._make_rooms(plan, chosen, room):
+            began = time.monotonic()
+            for sequence, draft in self.drafter.propose(rooms, budget).items():
+                self._add(plan, sequence, draft, len(draft.tokens))
+            plan.drafting_s = time.monotonic() - began
+
+    def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> None:
+        plan.drafts[sequence] = draft.tokens[:count]
+        plan.budget -= count
+        drafting = drafting_of(sequence)
+        drafting.kind, drafting.num_right = draft.kind, draft.num_right
+
+    def _room(self, sequence: Sequence) -> int:
+        return min(_room(sequence), self.drafter.room(sequence))
 
     def longest(self, num_decodes: int) -> int:
         """Return the most tokens of a draft in a step of so many sequences; 0: none is to be looked for."""
@@ -75,25 +97,23 @@ class Speculation:
         sizes = sorted(schedule)
         return schedule[sizes[max(0, bisect_right(sizes, num_decodes) - 1)]]
 
-    def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> int:
-        """Return how many tokens of it the step verifies."""
-        manager, table, computed = self.manager, sequence.table, sequence.computed
-        count = min(count, plan.budget)
-        if not manager.can_grow(table, computed + 1 + count, computed):
-            count = min(count, len(table.blocks[0]) * manager.tokens_per_block - computed - 1)
-        if count <= 0:
-            return 0
-        manager.grow(table, computed + 1 + count, computed)
-        plan.drafts[sequence] = draft.tokens[:count]
-        plan.budget -= count
-        drafting = drafting_of(sequence)
-        drafting.kind, drafting.num_right = draft.kind, draft.num_right
-        return count
+    def _make_rooms(self, plan: SchedulerOutput, wanted: dict[Sequence, int], room: int) -> dict[Sequence, int]:
+        """Hold blocks for drafts of so many tokens, as far as there is room; return of how many, at least one."""
+        found, room, manager = {}, min(room, plan.budget), self.manager
+        for sequence, most in wanted.items():
+            table, computed, count = sequence.table, sequence.computed, min(most, room)
+            if not manager.can_grow(table, computed + 1 + count, computed):
+                count = min(count, len(table.blocks[0]) * manager.tokens_per_block - computed - 1)
+            if count > 0:
+                manager.grow(table, computed + 1 + count, computed)
+                found[sequence] = count
+                room -= count
+        return found
 
     def is_hopeful(self, plan: SchedulerOutput) -> bool:
         """Return whether the step after this one should wait for its tokens: a draft may follow them, and pay."""
         longest = self.longest(len(plan.decodes)) if self.is_on else 0
-        most = {one: min(longest, _room(one) - 1) for one in plan.decodes}
+        most = {one: min(longest, self._room(one) - 1) for one in plan.decodes}
         return any(count > 0 for count in most.values()) and self.lengths.is_hopeful(plan, most)
 
     def count(self, num_tried: int, accepted: Collection[int]) -> None:
@@ -111,32 +131,35 @@ class Speculation:
 
 def open_speculation(
     config: SpeculativeConfig | None,
+    drafter: Drafter | None,
     manager: BlockManager,
     metrics: Registry,
     costs: StepCosts,
     is_apart: bool,
     max_stream_gap_s: float,
 ) -> Speculation | None:
-    """Return it; None: the settings ask for no drafts. `is_apart`: steps with drafts take another path than others."""
+    """Return it; None: there are no drafts. `is_apart`: steps with drafts take another path than others.
+
+    `drafter`: one with a model, where the settings name it and this engine drafts.
+    """
     if config is None or not config.decoding_type:
         return None
-    drafter = _drafter(config)
+    drafter = drafter or _drafter(config)
+    if drafter is None:
+        return None
     verifying = StepCosts() if is_apart else None
-    lengths = MeasuredLengths(costs, verifying or costs, drafter.num_kinds, max_stream_gap_s)
+    lengths = MeasuredLengths(costs, verifying or costs, drafter.num_kinds, max_stream_gap_s, drafter.costs)
     metrics.start("bireme_draft_tokens_total", "bireme_accepted_draft_tokens_total")
     return Speculation(drafter, lengths, config, manager, metrics, verifying)
 
 
-def _drafter(config: SpeculativeConfig) -> Drafter:
+def _drafter(config: SpeculativeConfig) -> Drafter | None:
+    """Return what drafts without a model; None: nothing, which an engine is that makes first tokens alone."""
     if config.decoding_type == SYNTHETIC:
         return SyntheticDrafter(config.acceptance_rate or 0.0)
+    if config.decoding_type != NGRAM:
+        return None
     return NgramDrafter(config.max_matching_ngram_size or _NGRAM_SIZE, config.is_keep_all and config.is_use_oldest)
-
-
-def drafting_of(sequence: Sequence) -> Drafting:
-    if sequence.drafting is None:
-        sequence.drafting = Drafting.with_prediction(sequence.request.prediction)
-    return sequence.drafting
 
 
 def _room(sequence: Sequence) -> int:

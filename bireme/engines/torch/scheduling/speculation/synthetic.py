@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bireme.engines.torch.scheduling.step_costs import StepCosts
 from bireme.engines.torch.step import Draft, Sequence
 
 _MASK = (1 << 64) - 1
@@ -21,8 +22,12 @@ class SyntheticDrafter:
     def __init__(self, acceptance_rate: float) -> None:
         """`acceptance_rate`: of tokens that are verified behind right ones, the share that is right, 0 to 1."""
         self.acceptance_rate = acceptance_rate
+        self.costs: StepCosts | None = None
 
-    def propose(self, most: Mapping[Sequence, int]) -> dict[Sequence, Draft]:
+    def room(self, sequence: Sequence) -> int:
+        return sequence.max_tokens
+
+    def propose(self, most: Mapping[Sequence, int], budget: int = 0) -> dict[Sequence, Draft]:
         return {
             sequence: Draft([sequence.tokens[-1]] * count, num_right=self._num_right(sequence, count))
             for sequence, count in most.items()

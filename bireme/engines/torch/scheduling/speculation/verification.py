@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bireme.engines.torch.scheduling.delivery import TokenDelivery
-from bireme.engines.torch.scheduling.speculation.speculation import Speculation, drafting_of
+from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
+from bireme.engines.torch.scheduling.speculation.speculation import Speculation
 from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
 from bireme.logits.sampler import Sampled
 

@@ -1,0 +1,182 @@
+"""Drafts of a second, smaller model, drawn as the target draws: by the same noise, temperature, top-k and top-p.
+
+Its keys and values lie in pools of its own, under the block ids that the target's sequences hold. So there is nothing
+to allocate, free or preempt for it: whoever holds a block holds both. What it has not seen of a sequence (a prompt,
+blocks that came by transfer or from a lower tier, tokens of steps without drafts) it computes before it drafts, in
+parts where there is much of it. A full block whose rows it has is known by its hash until a row of it is written
+again, so a cached prefix is computed once.
+
+Penalties, guides and processors are the target's alone: they see tokens one after the other. Where they change what
+is drawn, drafts fail more often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from bireme.engines.base import RequestKey
+from bireme.engines.torch.forward.forward import Computed, Forward
+from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
+from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
+from bireme.engines.torch.step import Draft, DraftedSequence, SchedulerOutput
+from bireme.engines.torch.step import Sequence as OpenSequence
+from bireme.kv.blocks.block_manager import BlockTable
+from bireme.logits.rows import Row
+from bireme.logits.sampler import NO_TOKEN, Sampler
+from bireme.messages import SamplingParams
+
+_GROUP = 0  # of the target's, whose block ids are the drafter's: the one that sees most
+_UNKNOWN = b""
+
+
+class DraftModel:
+    """Used by the engine's thread, between the target's steps."""
+
+    num_kinds = 1
+
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: Sampler[RequestKey],
+        costs: StepCosts,
+        num_groups: int,
+        num_blocks: int,
+        tokens_per_block: int,
+        max_seq_len: int,
+    ) -> None:
+        """`sampler`: for rows of its own. `num_groups`: of the draft model. `max_seq_len`: that it was made for."""
+        self.costs: StepCosts | None = costs
+        self._forward, self._sampler = forward, sampler
+        self._num_groups, self._size, self._max_seq_len = num_groups, tokens_per_block, max_seq_len
+        self._hashes = [_UNKNOWN] * (num_blocks + 1)  # of the full blocks whose rows are in the pools, by id
+
+    def room(self, sequence: OpenSequence) -> int:
+        """Pictures are the target's alone."""
+        return self._max_seq_len - len(sequence.tokens) if sequence.pictures is None else 0
+
+    def propose(self, most: Mapping[OpenSequence, int], budget: int) -> dict[OpenSequence, Draft]:
+        followers = {one: self._follow(one) for one in most}
+        owners = {follower.own: one for one, follower in followers.items()}
+        going = self._catch_up(followers, owners, most, budget)
+        while going := [own for own in going if followers[owners[own]].num_drafted < most[owners[own]]]:
+            going = self._compute(SchedulerOutput(decodes=going), followers, owners)
+        drafts = {one: Draft(follower.drafted) for one, follower in followers.items()}
+        return {one: draft for one, draft in drafts.items() if draft.tokens}
+
+    def _catch_up(
+        self,
+        followers: Mapping[OpenSequence, DraftedSequence],
+        owners: Mapping[OpenSequence, OpenSequence],
+        most: Mapping[OpenSequence, int],
+        budget: int,
+    ) -> list[OpenSequence]:
+        """Compute what was not seen; return the sequences that have their first drafted token."""
+        plan = _first_pass(list(owners), budget)
+        for own in plan.sequences:
+            self._will_write(own, len(own.tokens) + most[owners[own]])
+        going = self._compute(plan, followers, owners)
+        for own in plan.sequences:
+            self._remember(own, owners[own])
+        return going
+
+    def _follow(self, sequence: OpenSequence) -> DraftedSequence:
+        """Return the sequence as this model has it, up to the token that was verified last."""
+        drafting, tokens = drafting_of(sequence), sequence.tokens
+        if drafting.follower is None:
+            drafting.follower = self._open(sequence)
+        follower, own = drafting.follower, drafting.follower.own
+        at, most = follower.num_verified, min(len(own.tokens), len(tokens))
+        while at < most and own.tokens[at] == tokens[at]:
+            at += 1
+        own.tokens[at:] = tokens[at:]
+        follower.num_verified = len(tokens)
+        # Rows that slid out of the window are of somebody else's block by now.
+        own.computed = max(min(own.computed, at, len(tokens) - 1), sequence.table.first[_GROUP] * self._size)
+        return follower
+
+    def _open(self, sequence: OpenSequence) -> DraftedSequence:
+        blocks, hashes = sequence.table.blocks[_GROUP], sequence.table.hashes
+        number = sequence.table.first[_GROUP]
+        last = min(len(hashes), (len(sequence.tokens) - 1) // self._size)
+        while number < last and self._hashes[blocks[number]] == hashes[number]:
+            number += 1
+        table = BlockTable([blocks] * self._num_groups, [], [], b"", 0, "", "")
+        own = OpenSequence(
+            sequence.key, sequence.request, [], sequence.num_prompt, sequence.max_tokens, frozenset(), 0.0, table
+        )
+        own.slot, own.mirrored, own.computed = sequence.slot, [0] * self._num_groups, number * self._size
+        own.tokens = sequence.tokens[: own.computed]
+        row = Row(_drawn_alike(sequence.sampling), (), (), tuple(sequence.stop_ids), self._sampler.vocab_size)
+        return DraftedSequence(own, row, own.computed)
+
+    def _will_write(self, own: OpenSequence, end: int) -> None:
+        blocks = own.table.blocks[0]
+        for block in blocks[own.computed // self._size : -(-end // self._size)]:
+            self._hashes[block] = _UNKNOWN
+
+    def _remember(self, own: OpenSequence, sequence: OpenSequence) -> None:
+        blocks, hashes = sequence.table.blocks[_GROUP], sequence.table.hashes
+        full = min(own.computed // self._size, len(hashes))
+        for number in range(full - 1, sequence.table.first[_GROUP] - 1, -1):
+            if self._hashes[blocks[number]] == hashes[number]:
+                break
+            self._hashes[blocks[number]] = hashes[number]
+
+    def _compute(
+        self,
+        plan: SchedulerOutput,
+        followers: Mapping[OpenSequence, DraftedSequence],
+        owners: Mapping[OpenSequence, OpenSequence],
+    ) -> list[OpenSequence]:
+        """Do a pass, and add to each sequence that was computed to its end the token that is drawn; return these."""
+        if not plan.has_tokens:
+            return []
+        began, work = time.monotonic(), StepWork.of(plan)
+        computed = self._forward.run(plan)
+        for own in plan.decodes:
+            own.computed += 1
+        for own, count in plan.chunks:
+            own.computed += count
+        if not computed.batch.sampled:  # on a GPU nobody has waited for it
+            return []
+        tokens = self._draw(computed, [followers[owners[own]].row for own in computed.batch.sampled])
+        if self.costs is not None:
+            self.costs.landed([work], time.monotonic() - began)
+        drawn = {own: token for own, token in zip(computed.batch.sampled, tokens, strict=True) if token != NO_TOKEN}
+        for own, token in drawn.items():
+            own.tokens.append(token)
+        return list(drawn)
+
+    def _draw(self, computed: Computed, rows: list[Row]) -> list[int]:
+        for own, row in zip(computed.batch.sampled, rows, strict=True):
+            row.go_to(len(own.tokens) - own.num_prompt)
+        return self._sampler.sample_rows(computed.logits[: len(rows)], rows).tokens
+
+
+def _first_pass(sequences: Sequence[OpenSequence], budget: int) -> SchedulerOutput:
+    """Return the pass that has each sequence's tokens up to its last, as far as the budget reaches."""
+    plan = SchedulerOutput(budget=budget)
+    for own in sorted(sequences, key=lambda own: own.num_pending):
+        if own.num_pending == 1:
+            plan.decodes.append(own)
+        elif count := min(plan.budget, own.num_pending):
+            plan.chunks.append((own, count))
+            plan.budget -= count
+    return plan
+
+
+def _drawn_alike(sampling: SamplingParams) -> SamplingParams:
+    """Return what holds for a token by itself; the rest depends on those before it."""
+    return msgspec.structs.replace(
+        sampling,
+        presence_penalty=None,
+        frequency_penalty=None,
+        repetition_penalty=None,
+        bad_token_ids=tuple(ids for ids in sampling.bad_token_ids if len(ids) == 1),
+        logits_processors=(),
+        guided_decoding=None,
+        logprobs=None,
+    )
