@@ -5,6 +5,7 @@
     python models/train.py tiny-video                   # needs the extra `video`
     python models/train.py tiny-vlm
     python models/train.py tiny-embedding               # on any machine: a minute
+    python models/train.py tiny-chat/eagle3             # the head that drafts for tiny-chat: minutes of two cores
 
 The trained folders are committed under models/, so nobody has to run this.
 """
@@ -16,10 +17,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from training import train_chat, train_embedding, train_video, train_vlm
+from training import train_chat, train_eagle, train_embedding, train_video, train_vlm
 
 TRAINERS: dict[str, Any] = {
     "tiny-chat": train_chat, "tiny-video": train_video, "tiny-vlm": train_vlm, "tiny-embedding": train_embedding,
+    "tiny-chat/eagle3": train_eagle,
 }  # fmt: skip
 CHECKOUT = Path(__file__).resolve().parents[1]
 

@@ -251,7 +251,7 @@ def _card(accuracy: dict[str, float], parameters: int, budget_name: str, budget:
 A Llama of {parameters / 1e6:.1f} million parameters (bf16) that chats about a small synthetic world: sums and
 differences of numbers up to 99, JSON records, tool calls, facts, counting, repeating, and short stories. With
 `enable_thinking` in the chat template it works sums out inside `<think>`. Made for bireme's tests and demo;
-it knows nothing else.
+it knows nothing else. [eagle3](eagle3/README.md) is a head that drafts for it.
 
 Trained by `models/train.py tiny-chat --budget {budget_name} --seed {seed}` on {budget.examples} synthetic
 conversations, {budget.epochs} epochs. Held-out tasks (one in twenty, by hash of the task, not of its wording)

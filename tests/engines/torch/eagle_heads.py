@@ -1,8 +1,12 @@
-"""EAGLE-3 heads of random weights in the published layout, and what they compute, from its names, all at once."""
+"""EAGLE-3 heads of random weights in the published layout, what they compute, from its names, all at once, and
+attention over the blocks of one sequence, as an engine has it.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from bireme.engines.torch.forward.decoder_ops import AttentionLayer, DecoderOps
+from bireme.engines.torch.forward.eagle_head import Attend, EagleHead
+from bireme.engines.torch.step import ChunkView, DecodeView, GroupStep, TableStep
 
 BASE = SimpleNamespace(hidden_size=32, vocab_size=50, num_hidden_layers=8)
 CONFIG: dict[str, Any] = {
@@ -68,3 +76,27 @@ def published(tensors: dict[str, Tensor], embeddings: Tensor, hidden: Tensor) ->
     gated = F.silu(F.linear(inner, own[MID + "mlp.gate_proj"])) * F.linear(inner, own[MID + "mlp.up_proj"])
     x = x + F.linear(gated, own[MID + "mlp.down_proj"])
     return x, F.linear(normed(x, "norm"), own["lm_head"])
+
+
+def paged(
+    head: EagleHead, make_ops: Callable[[list[AttentionLayer]], DecoderOps], num_blocks: int = 4, size: int = 4
+) -> Callable[[int, int], Attend]:
+    """Return what makes `attend` of places [first, last) of a sequence: a first chunk, or rows that are decoded."""
+    geometry, length = head.geometry, num_blocks * size
+    pools = [
+        torch.full(((num_blocks + 5) * size, width), torch.nan, dtype=geometry.dtype) for width in geometry.row_sizes
+    ]
+    layer = AttentionLayer(head.rotary(length), *pools, head.shape.num_heads, size, 0, head.scaling)
+    ops, table = make_ops([layer]), torch.randperm(num_blocks + 4)[None, :num_blocks] + 1
+
+    def attend_of(first: int, last: int) -> Attend:
+        at, count = torch.arange(first, last), last - first
+        chunks = [ChunkView(0, last, None, None)] if first == 0 else []
+        rows = table[0][at // size] * size + at % size
+        mask = (torch.arange(length) <= at[:, None])[:, None, None]
+        view = DecodeView(table.repeat(count, 1).flatten(), count, num_blocks, 0, length, mask)
+        plain = GroupStep(rows, None if chunks else view, chunks)
+        step = TableStep(table, torch.zeros(1, count).long(), 0 if chunks else count, chunks, has_drafts=True)
+        return functools.partial(ops.attend, 0, group=step if ops.uses_tables else plain)
+
+    return attend_of

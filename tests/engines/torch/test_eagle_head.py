@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bireme.engines.torch.forward.decoder_ops import AttentionLayer, PlainOps, choose_ops
+from bireme.engines.torch.forward.decoder_ops import PlainOps, choose_ops
 from bireme.engines.torch.forward.eagle_head import EagleHead
-from bireme.engines.torch.step import ChunkView, DecodeView, GroupStep, TableStep
 from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
 from bireme.errors import ConfigError
-from tests.engines.torch.eagle_heads import BASE, MID, make_tensors, published, write_head
+from tests.engines.torch.eagle_heads import BASE, MID, make_tensors, paged, published, write_head
 
-SIZE, BLOCKS = 4, [5, 2, 7, 1]  # tokens a block; a sequence's blocks in the pools
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 
 def open_head(folder, dtype=torch.float32):
     return EagleHead.of(read_eagle(folder, BASE), dtype)
-
-
-def paged(head, make_ops):
-    """Return what makes `attend` of places [first, last) of one sequence: a first chunk, or rows that are decoded."""
-    geometry = head.geometry
-    keys, values = (torch.full((9 * SIZE, size), torch.nan, dtype=geometry.dtype) for size in geometry.row_sizes)
-    layer = AttentionLayer(head.rotary(16), keys, values, head.shape.num_heads, SIZE, 0, head.scaling)
-    ops, table = make_ops([layer]), torch.tensor([BLOCKS])
-
-    def attend_of(first, last):
-        at, count = torch.arange(first, last), last - first
-        chunks = [ChunkView(0, last, None, None)] if first == 0 else []
-        rows = table[0][at // SIZE] * SIZE + at % SIZE
-        blocks, length = table.repeat(count, 1).flatten(), 4 * SIZE
-        mask = (torch.arange(length) <= at[:, None])[:, None, None]
-        view = DecodeView(blocks, count, 4, 0, length, mask)
-        plain = GroupStep(rows, None if chunks else view, chunks)
-        step = TableStep(table, torch.zeros(1, count).long(), 0 if chunks else count, chunks, has_drafts=True)
-        return functools.partial(ops.attend, 0, group=step if ops.uses_tables else plain)
-
-    return lambda first, last: lambda qkv, positions: attend_of(first, last)(qkv, positions)
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
