@@ -64,6 +64,17 @@ def test_drafts_change_nothing_that_a_request_may_ask_for(tmp_path, monkeypatch,
         assert sum(count for _, count in found) > 16 and steps_of(engine)["verify"] > 4
 
 
+def make_graphs(engine):
+    """Have its thread make all graphs that it lacks, so that steps of each size are replayed."""
+
+    def make():
+        while engine.core.prepare():
+            pass
+
+    engine.engine._post(make)
+    engine.settle()
+
+
 def values(logprobs):
     return [one.logprob for entry in logprobs for one in entry]
 
@@ -85,10 +96,10 @@ def test_a_step_with_drafts_has_room_for_a_prompt(tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt_oss"])
 def test_ten_requests_with_drafts_equal_generate(tmp_path, family, settings):
     model, prompts = TinyModel(tmp_path, family, **SETTINGS.get(family, {})), make_prompts(*MIXED[:10])
+    model.module.set_attn_implementation("eager")
     expected = model.expect(prompts, 40)
     with Harness(model.path, tokens_per_block=8, max_num_tokens=64, **settings, **DRAFTS) as engine:
-        while engine.core._parts.forward.make_next_graph():  # all of them, so that each size is replayed
-            pass
+        make_graphs(engine)
         draft_known(engine, prompts, expected)
         results = [engine.submit(request(prompt, 40)) for prompt in prompts]
         assert [result.finish.error or result.tokens for result in results] == expected
@@ -100,10 +111,8 @@ def test_graphs_of_steps_with_drafts_are_made_and_replayed(tmp_path, caplog):
     model, (prompt,) = TinyModel(tmp_path, "llama"), make_prompts(9)
     (expected,) = model.expect([prompt], 40)
     with caplog.at_level("INFO"), Harness(model.path, **DRAFTS) as engine:
-        forward = engine.core._parts.forward
-        while forward.make_next_graph():
-            pass
-        assert sorted(forward.verifying.graphs.made) == verify_sizes(16 * 4)
+        make_graphs(engine)
+        assert sorted(engine.core._parts.forward.verifying.graphs.made) == verify_sizes(16 * 4)
         draft_known(engine, [prompt], [expected])
         result = engine.submit(request(prompt, 40))
         assert (result.finish.error or result.tokens) == expected and accepted([result]) > 20
