@@ -7,13 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bireme.engines.torch.forward.attention import Extras
 from bireme.engines.torch.forward.decoder_ops import PlainOps, choose_ops
 from bireme.engines.torch.forward.eagle_head import EagleHead
+from bireme.engines.torch.forward.flash_attention import FlashAttention
+from bireme.engines.torch.forward.kernel_step import attend_stored
+from bireme.engines.torch.kernels.rotary import rotate_and_store
+from bireme.engines.torch.step import DecodeTable, KernelGroup
 from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
 from bireme.errors import ConfigError
 from tests.engines.torch.eagle_heads import BASE, MID, make_tensors, paged, published, write_head
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def open_head(folder, dtype=torch.float32):
@@ -37,6 +43,29 @@ def test_over_paged_kv_it_computes_what_the_published_layer_does_all_at_once(tmp
     for found, expected in zip(zip(*parts, strict=True), published(tensors, embeddings, hidden), strict=True):
         error = (torch.cat(found) - expected).float().norm() / expected.float().norm()
         assert float(error) < CLOSE[dtype]
+
+
+def test_over_the_kernels_of_gpus_it_computes_the_same(tmp_path):
+    """As the fused decoder attends: 9 rows of one sequence, whose keys and values are written before they are read."""
+    head = open_head(write_head(tmp_path)).to(DEVICE)
+    embeddings, hidden = torch.randn(9, 32, device=DEVICE), torch.randn(9, 32, device=DEVICE)
+    keys, values = (torch.full((16, size), torch.nan, device=DEVICE) for size in head.geometry.row_sizes)
+    rotary, heads = head.rotary(16), head.shape.num_heads
+    at = torch.arange(9, device=DEVICE)
+    blocks = torch.tensor([[3, 1, 2]], dtype=torch.int32, device=DEVICE)
+    slots = blocks[0, at // 4].long() * 4 + at % 4
+    group = KernelGroup(slots, DecodeTable(blocks.repeat(9, 1), (at + 1).int()), [], 0)
+
+    def attend(qkv, positions):
+        turned = rotate_and_store(qkv, None, None, 0.0, rotary.cos_sin, positions, slots, keys, values, heads)
+        query, key = turned[:, :heads], turned[:, heads:]
+        value = qkv[:, turned.shape[1] * turned.shape[2] :].view_as(key)
+        pools = keys, values, 4
+        return attend_stored(group, query, key, value, *pools, Extras(head.scaling), FlashAttention()).flatten(1)
+
+    made = head(embeddings, hidden, at, attend)
+    for found, expected in zip(made, published(make_tensors(), embeddings.cpu(), hidden.cpu()), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_that_it_drafted_stands_in_for_the_base_s(tmp_path):
