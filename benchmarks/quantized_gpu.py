@@ -78,17 +78,18 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--seconds", type=float, default=240.0, help="no case is begun when so many have passed")
     parser.add_argument("--quick", action="store_true", help="products of a tiny layer alone")
+    parser.add_argument("--products", action="store_true", help="no engines, products of every tile")
     options = parser.parse_args()
     is_cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if is_cuda else "CPU"
     REPORT.update(device=name, torch=torch.__version__, shape=options.shape)
     print(f"{name}, torch {torch.__version__}", flush=True)
-    if is_cuda and not options.quick:
+    if is_cuda and not options.quick and not options.products:
         with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
             config = write_config(folder, options.shape)
             measure_engines(folder, config)
     measure_products(options)
-    if is_cuda and options.shape == "8b" and not options.quick:
+    if is_cuda and options.shape == "8b" and not options.quick and not options.products:
         tell_aims()
     REPORT["seconds"] = round(time.perf_counter() - BEGAN_AT, 1)
     if options.out:
@@ -370,54 +371,42 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Wei
         yield from int4_cases((1, 3, 20))
         return
     yield "plain 1 row", 1, WeightForm.PLAIN, one_row_linear.one_row_linear
-    yield from int4_cases((1, 4, 8, 16, 32, 64, 128, 256, 512, 2048))
     for form in forms:
-        for tiles in (
-            None,
-            (2, 512, 4),
-            (8, 512, 8),
-            (4, 1024, 8),
-            (8, 256, 4),
-            (2, 1024, 4),
-            (1, 1024, 4),
-            (4, 512, 8),
-        ):
-            yield f"{form} 1 row {tiles or 'as served'}", 1, form, partial(one_row, tiles)
-    for rows in (4, 16, 32, 64, 128, 512, 2048):
-        yield (
-            f"plain {rows} rows cublas",
-            rows,
-            WeightForm.PLAIN,
-            lambda x, weight: torch.nn.functional.linear(x, weight),
-        )
+        yield f"{form} 1 row", 1, form, one_row_fp8.one_row_fp8
+    yield from int4_cases((1, 8, 32, 128, 512, 2048))
+    for rows in (2, 8, 32, 128, 2048):
+        yield f"plain {rows} rows cublas", rows, WeightForm.PLAIN, torch.nn.functional.linear
         for form in forms:
             yield f"{form} {rows} rows torch rounded", rows, form, taken(rounded_linear.torchs)
-    for form in forms:
-        for rows in (4, 8, 16, 32):
-            yield f"{form} {rows} rows few", rows, form, few_rows_linear.few_rows_linear
-    for rows, tiles in (
-        (16, None),
-        (32, None),
-        (32, (32, 64, 128, 4, 6)),
-        (32, (32, 128, 128, 4, 5)),
-        (64, (64, 64, 128, 4, 5)),
-        (64, (64, 128, 128, 8, 5)),
-        (128, (128, 64, 128, 4, 5)),
-        (128, (128, 128, 128, 8, 4)),
-        (2048, None),
-        (2048, (128, 128, 128, 4, 3)),
-    ):
-        yield (
-            f"fp8_blocks {rows} rows ours {tiles} rounded",
-            rows,
-            WeightForm.FP8_BLOCKS,
-            taken(rounded_linear.ours, tiles=tiles),
-        )
-    for rows in (16, 32):
-        yield f"fp8_channel {rows} rows ours rounded", rows, WeightForm.FP8_CHANNEL, taken(rounded_linear.ours)
+            if rows <= 64:
+                yield f"{form} {rows} rows few", rows, form, few_rows_linear.few_rows_linear
+                yield f"{form} {rows} rows ours rounded", rows, form, taken(rounded_linear.ours)
     for rows in (32, 128, 2048):  # what rounds, beside what is there anyway
         for form in forms:
             yield f"{form} {rows} rows of what rounds", rows, form, partial(rounding, form)
+    yield from tiles_of_int4()
+    for tiles in ((2, 512, 4), (4, 1024, 8), (2, 1024, 4), (4, 512, 8)):
+        yield f"fp8_channel 1 row {tiles}", 1, forms[0], partial(one_row, tiles)
+    for rows, tiles in (
+        (8, (16, 32, 256, 4, 5)),
+        (8, (16, 128, 128, 4, 5)),
+        (32, (32, 32, 256, 4, 4)),
+        (32, (32, 64, 128, 4, 6)),
+        (32, (32, 128, 128, 4, 5)),
+        (128, (128, 64, 128, 4, 5)),
+    ):
+        for form in forms:
+            yield f"{form} {rows} rows ours {tiles} rounded", rows, form, taken(rounded_linear.ours, tiles=tiles)
+
+
+def tiles_of_int4() -> Iterator[tuple[str, int, WeightForm, Callable[[Any, Any], Any]]]:
+    form = WeightForm.INT4_GROUPS
+    for one in ((2, 16, 4), (8, 16, 8), (8, 4, 4), (16, 4, 4), (8, 8, 8), (4, 8, 4)):
+        yield f"{form} 1 row {one}", 1, form, partial(int4_linear.one_row_int4, tiles=one)
+    for few in ((16, 32, 4, 4), (16, 64, 4, 5), (16, 128, 4, 4), (16, 128, 8, 4), (16, 64, 8, 4), (16, 64, 2, 4)):
+        yield f"{form} 8 rows {few}", 8, form, partial(int4_linear.few_rows_int4, tiles=few)
+    for few in ((32, 128, 8, 3), (32, 32, 4, 4), (32, 64, 4, 4)):
+        yield f"{form} 32 rows {few}", 32, form, partial(int4_linear.few_rows_int4, tiles=few)
 
 
 def int4_cases(counts: tuple[int, ...]) -> Iterator[tuple[str, int, WeightForm, Callable[[Any, Any], Any]]]:

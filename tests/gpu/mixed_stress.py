@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +77,7 @@ def main() -> int:
     began = time.monotonic()
     asked, crowd = crowded(make_requests(options.requests, draws), options, draws)
     crowded_s = time.monotonic() - began
+    print(f"{len(asked)} requests beside each other: {crowded_s:.0f} s; each alone:", flush=True)
     verdicts = alone(asked)
     missing = [one for one in asked if not one.is_aborted and one.result.finish.error]
     figures = {
@@ -163,37 +167,49 @@ def crowded(
     return asked, counted
 
 
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    logprobs: list[Any]
+    prompt_logprobs: list[Any]
+    reason: str
+
+    @classmethod
+    def of(cls, result: Result) -> Answer:
+        reason = result.finish.reason  # waits for the rest
+        return cls(result.tokens, result.logprobs, list(result.prompt_logprobs or ()), reason)
+
+
 def alone(asked: list[Asked]) -> dict[int, str]:
     """Return a verdict for each: equal, or how its tokens or log probabilities are not those of the request alone."""
-    found = {}
+    num_processes = max(1, min(8, (os.cpu_count() or 1) // 2, len(asked) // 50))
+    parts = [[one.what for one in asked[at::num_processes]] for at in range(num_processes)]
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+        answers = list(pool.map(ask_alone, parts))
+    return {
+        number: verdict_of(one, answers[number % num_processes][number // num_processes])
+        for number, one in enumerate(asked)
+    }
+
+
+def ask_alone(requests: list[EngineRequest]) -> list[Answer]:
     plain: dict[str, Any] = {"cuda_graph_config": None, "disable_overlap_scheduler": True, "enable_block_reuse": False}
     with start(max_batch_size=1, **plain) as engine:
-        for number, one in enumerate(asked):
-            expected = engine.submit(one.what)
-            assert expected.finish.error == "", expected.finish
-            found[number] = verdict_of(one, expected)
-            if sys.stderr.isatty():
-                print(f"\ralone: {number + 1} of {len(asked)}", end="", file=sys.stderr, flush=True)
-    return found
+        return [Answer.of(engine.submit(one)) for one in requests]
 
 
-def verdict_of(one: Asked, expected: Result) -> str:
-    tokens = one.result.tokens
-    if one.is_aborted and one.result.finish.reason not in ("length", "stop"):
-        return "equal" if tokens == expected.tokens[: len(tokens)] else "other tokens before its abort"
-    if tokens != expected.tokens:
-        at = next((at for at, pair in enumerate(zip(tokens, expected.tokens, strict=False)) if pair[0] != pair[1]), -1)
-        return f"other tokens from {at} of {len(tokens)} and {len(expected.tokens)} on"
-    for found, asked in ((one.result.logprobs, expected.logprobs), prompts_of(one.result, expected)):
-        pairs = zip(found, asked, strict=True)
-        if any(abs(a[0].logprob - b[0].logprob) > LOGPROB_TOLERANCE for a, b in pairs):
+def verdict_of(one: Asked, expected: Answer) -> str:
+    found = Answer.of(one.result)
+    if one.is_aborted and found.reason not in ("length", "stop"):
+        return "equal" if found.tokens == expected.tokens[: len(found.tokens)] else "other tokens before its abort"
+    if found.tokens != expected.tokens:
+        pairs = enumerate(zip(found.tokens, expected.tokens, strict=False))
+        at = next((at for at, (own, other) in pairs if own != other), -1)
+        return f"other tokens from {at} of {len(found.tokens)} and {len(expected.tokens)} on"
+    for own, other in ((found.logprobs, expected.logprobs), (found.prompt_logprobs, expected.prompt_logprobs)):
+        if any(abs(a[0].logprob - b[0].logprob) > LOGPROB_TOLERANCE for a, b in zip(own, other, strict=True)):
             return "other log probabilities"
-    return "equal" if one.result.finish.reason == expected.finish.reason else "ended for another reason"
-
-
-def prompts_of(*results: Result) -> tuple[list[Any], list[Any]]:
-    first, second = (list(result.prompt_logprobs or ()) for result in results)
-    return first, second
+    return "equal" if found.reason == expected.reason else "ended for another reason"
 
 
 def start(**settings: Any) -> Harness:

@@ -68,7 +68,8 @@ def test_rounded_rows_are_multiplied_as_in_plain_torch(randn, form, rows):
     expected = restored(values, scales) @ weight.dequantized().t() + bias
     if form is WeightForm.FP8_BLOCKS:
         scales = scales.t().contiguous().t()
-    close(rounded_linear.ours(values, scales, weight, torch.float32, bias), expected, atol=2e-3, rtol=1e-3)
+    most = 0.05 if DEVICE == "cuda" else 2e-3  # Hopper sums products of 8-bit floats with 14 bits
+    close(rounded_linear.ours(values, scales, weight, torch.float32, bias), expected, atol=most, rtol=1e-3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -78,8 +79,8 @@ def test_torchs_product_of_rounded_rows_is_ours(randn, form, rows):
     weight, bias = stored(randn(512, 1024), form), randn(512).bfloat16()
     values, scales = row_wise.rounded_rows(randn(rows, 1024).bfloat16(), form)
     given = (values, scales, weight, torch.bfloat16, bias)
-    if form is WeightForm.FP8_BLOCKS and not rounded_linear._takes_blocks(0):
-        pytest.skip("torch has no product with blocks on this GPU")
+    if form is WeightForm.FP8_BLOCKS and not rounded_linear._is_torchs(values, weight, torch.bfloat16):
+        pytest.skip("torch has no product with blocks on this GPU, or not of so many rows")
     close(rounded_linear.torchs(*given), rounded_linear.ours(*given), atol=0.5, rtol=0.01)
 
 

@@ -108,6 +108,9 @@ for group in (32, 128):
         tiles = {"GROUP": group, "TILE_N": 64, "TILE_ROWS": rows, "IS_GPU": True, "PRECISION": "tf32"}
         built = build(int4_linear._rows_kernel, types | {"weight": u8, "rows": i32}, own | how | tiles)
         assert built.metadata.shared <= 227 << 10, built.metadata.shared  # of a Hopper's multiprocessor
+exact = {"TILE_N": 64, "TILE_ROWS": 16, "GROUP": 128, "IS_GPU": False, "PRECISION": "ieee"}
+types |= dict.fromkeys(("x", "bias", "out"), "*fp32") | {"weight": u8, "rows": i32}
+build(int4_linear._rows_kernel, types, own | how | exact)
 types = {"weight": u8, "scales": fp16, "zeros": u8, "out": bf16, "N": i32}
 build(int4_linear._plain_kernel, types, own | {"GROUP": 128, "TILE_N": 32})
 """

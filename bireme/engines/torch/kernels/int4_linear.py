@@ -123,9 +123,9 @@ def _values(w, zero, HIGH: tl.constexpr, IS_GPU: tl.constexpr) -> tl.tensor:
     """Return the low or high nibbles of bytes less `zero`, which is 128 more than the zero point: of its dtype."""
     if not IS_GPU:
         nibbles = (w >> 4) if HIGH else (w & 15)
-        return (nibbles.to(tl.float32) + 128 - zero.to(tl.float32)).to(zero.dtype)
-    if HIGH:
-        return tl.inline_asm_elementwise(
+        values = (nibbles.to(tl.float32) + 128 - zero.to(tl.float32)).to(zero.dtype)
+    elif HIGH:
+        values = tl.inline_asm_elementwise(
             """
             {
             .reg .b32 p, q, s;
@@ -144,24 +144,26 @@ def _values(w, zero, HIGH: tl.constexpr, IS_GPU: tl.constexpr) -> tl.tensor:
             is_pure=True,
             pack=4,
         )
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 p, q;
-        prmt.b32 p, $2, 0, 0x4140;
-        prmt.b32 q, $2, 0, 0x4342;
-        lop3.b32 p, p, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 q, q, 0x000f000f, 0x43004300, 0xea;
-        sub.rn.bf16x2 $0, p, $3;
-        sub.rn.bf16x2 $1, q, $4;
-        }
-        """,
-        "=r,=r,r,r,r",
-        [w, zero],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
+    else:
+        values = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 p, q;
+            prmt.b32 p, $2, 0, 0x4140;
+            prmt.b32 q, $2, 0, 0x4342;
+            lop3.b32 p, p, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 q, q, 0x000f000f, 0x43004300, 0xea;
+            sub.rn.bf16x2 $0, p, $3;
+            sub.rn.bf16x2 $1, q, $4;
+            }
+            """,
+            "=r,=r,r,r,r",
+            [w, zero],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return values
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -271,11 +273,15 @@ def one_row_int4(
     is_gated: bool = False,
     is_gelu: bool = False,
     add_to: Tensor | None = None,
+    tiles: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """x (1, K), weight (N, K), K a multiple of four -> (1, N), as `one_row_linear`."""
+    """x (1, K), weight (N, K), K a multiple of four -> (1, N), as `one_row_linear`.
+
+    `tiles`: rows of a tile, blocks of 256 inputs in it, its warps, in place of those chosen.
+    """
     width, out = result_of(x, weight, is_gated, add_to)
     tile_b = min(16, triton.next_power_of_2(triton.cdiv(weight.size, 2 * PLANE)))
-    tile_n = max(1, (32 if is_gated else 64) // tile_b)
+    tile_n, tile_b, num_warps = tiles or (max(1, (32 if is_gated else 64) // tile_b), tile_b, 4)
     _one_row_kernel[(triton.cdiv(width, tile_n),)](
         x,
         weight.values.view(torch.int32),
@@ -292,7 +298,7 @@ def one_row_int4(
         TILE_N=tile_n,
         TILE_B=tile_b,
         HAS_NORM=norm is not None,
-        num_warps=4,
+        num_warps=num_warps,
         **stored_how(bias, is_gated, is_gelu, add_to),
         **chain(x),
     )
@@ -306,11 +312,16 @@ def few_rows_int4(
     is_gelu: bool = False,
     add_to: Tensor | None = None,
     bias: Tensor | None = None,
+    tiles: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """x (rows, K), weight (N, K) -> (rows, N), as `few_rows_linear`."""
+    """x (rows, K), weight (N, K) -> (rows, N), as `few_rows_linear`.
+
+    `tiles`: rows and N of a tile, its warps and stages, in place of those chosen.
+    """
     width, out = result_of(x, weight, is_gated, add_to)
-    tile_rows = max(16, min(64, triton.next_power_of_2(len(x))))  # more, and the tiles have no room together
-    _rows_kernel[(triton.cdiv(len(x), tile_rows), triton.cdiv(width, 64))](
+    few = max(16, min(64, triton.next_power_of_2(len(x))))  # more, and the tiles have no room together
+    tile_rows, tile_n, num_warps, num_stages = tiles or (few, 64, 4, 3)
+    _rows_kernel[(triton.cdiv(len(x), tile_rows), triton.cdiv(width, tile_n))](
         x,
         weight.values,
         weight.scales,
@@ -323,11 +334,11 @@ def few_rows_int4(
         GROUP=weight.group,
         PLANE=PLANE,
         TILE_ROWS=tile_rows,
-        TILE_N=64,
+        TILE_N=tile_n,
         IS_GPU=x.is_cuda and x.dtype is torch.bfloat16,
         PRECISION=precision(x.dtype),
-        num_warps=4,
-        num_stages=3,
+        num_warps=num_warps,
+        num_stages=num_stages,
         **stored_how(bias, is_gated, is_gelu, add_to),
         **chain(x),
     )
