@@ -115,6 +115,9 @@ class Drafting:
     num_accepted: int = 0  # of these, delivered
     kind: int = 0  # of the last draft that was verified
     num_right: int | None = None  # of that draft
+    gained: float | None = None  # tokens a look, lately
+    num_told: int = 0  # of num_accepted, that count in it
+    num_unlooked: int = 0  # steps since the last look
     found: float = 1.0  # share of the last looks for a draft that found one
     trials: dict[int, tuple[float, float]] = field(default_factory=dict)  # kind -> accepted and tried, the last most
     # As `learn` returns them, with room for more.

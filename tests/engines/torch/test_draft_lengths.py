@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bireme.engines.torch.scheduling.speculation.lengths import MeasuredLengths
+from bireme.engines.torch.scheduling.speculation.looks import Looks
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import Draft, Drafting, DraftOffer
@@ -102,6 +103,35 @@ def test_a_sequence_whose_drafts_fail_is_tried_again_now_and_then():
         lengths.learn(one, 0, 6, 0)
     counts = [chosen(lengths, one) for _ in range(100)]
     assert sum(counts) == 4 and max(counts) == 2
+
+
+def looked_for(looks, one, look_s, gained):
+    """Return for each of 64 steps of 10 ms whether it was looked for a draft, which gains so many tokens."""
+    plan, told = SimpleNamespace(decodes=[one], drafts={}, chunks=[]), []
+    for _ in range(64):
+        told.append(one in looks.due({one: 4}))
+        if told[-1]:
+            looks.took(plan, 1, look_s)
+            one.drafting.num_accepted += gained
+    return told
+
+
+@pytest.mark.parametrize(("look_s", "gained", "is_resting"), [(1e-3, 0, True), (1e-3, 1, False), (5e-3, 0, True)])
+def test_a_sequence_is_looked_for_drafts_each_step_where_that_pays_and_else_now_and_then(look_s, gained, is_resting):
+    looks = Looks(learned(1))
+    for _ in range(8):
+        looked_for(looks, Sequence(), look_s, gained)
+    counts = sum(looked_for(looks, one := Sequence(), look_s, gained)), sum(looked_for(looks, one, look_s, 4))
+    assert counts[0] == 64 if not is_resting else counts[0] < 40
+    assert counts[1] > 20  # what comes to repeat itself is noticed
+
+
+def test_what_a_request_predicts_is_looked_for_at_first_whatever_others_gained():
+    looks = Looks(learned(1))
+    for _ in range(40):
+        looked_for(looks, Sequence(), 5e-3, 0)
+    plain, predicted = Sequence(), Sequence(predicted=[5, 6])
+    assert list(looks.due({plain: 4, predicted: 4})) == [predicted]
 
 
 def test_no_step_becomes_longer_than_streams_may_wait():

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from bireme.engines.torch.scheduling.speculation.drafter import Drafter, drafting_of
 from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths
+from bireme.engines.torch.scheduling.speculation.looks import Looks
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.speculation.synthetic import SyntheticDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts
@@ -41,6 +42,7 @@ class Speculation:
     config: SpeculativeConfig
     manager: BlockManager
     metrics: Registry
+    looks: Looks
     verifying: StepCosts | None = None  # of steps with drafts; None: they cost what others of as many rows do
     is_on: bool = True
 
@@ -61,11 +63,15 @@ class Speculation:
 
     def _look_up(self, plan: SchedulerOutput, most: dict[Sequence, int], room: int) -> None:
         """What is found says how much of it is hoped for."""
-        found = self.drafter.propose(most, 0)
-        for sequence in most:
+        if not (due := self.looks.due(most)):
+            return
+        began_s = time.thread_time()
+        found = self.drafter.propose(due, 0)
+        for sequence in due:
             drafting_of(sequence).looked(sequence in found)
         offers = {one: DraftOffer(len(draft.tokens), draft.kind) for one, draft in found.items()}
         chosen = self.lengths.choose(plan, offers) if offers else {}
+        self.looks.took(plan, len(due), time.thread_time() - began_s)
         for sequence, count in self._make_rooms(plan, chosen, room).items():
             self._add(plan, sequence, found[sequence], count)
 
@@ -150,7 +156,7 @@ def open_speculation(
     verifying = StepCosts() if is_apart else None
     lengths = MeasuredLengths(costs, verifying or costs, drafter.num_kinds, max_stream_gap_s, drafter.costs)
     metrics.start("bireme_draft_tokens_total", "bireme_accepted_draft_tokens_total")
-    return Speculation(drafter, lengths, config, manager, metrics, verifying)
+    return Speculation(drafter, lengths, config, manager, metrics, Looks(costs), verifying)
 
 
 def _drafter(config: SpeculativeConfig) -> Drafter | None:
