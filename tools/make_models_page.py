@@ -40,6 +40,7 @@ FORMS = {  # what a form of the tables is proved by
     "quantized by the methods' own libraries": TESTS
     + "test_quantized_libraries.py::test_weights_and_tokens_are_those_of_transformers_own_dequantized_model",
     "experts that stay MXFP4": TESTS + "test_kept_experts.py",
+    "quantized, apart, after migration, reuse and preemption": TESTS + "test_equality_of_layouts.py",
     "groups of 4 bits that stay on a CPU": TESTS + "test_kept_integers.py",
     "GGUF": TESTS + "test_gguf.py",
     "memory counted before the start": MEMORY,

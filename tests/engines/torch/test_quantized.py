@@ -10,19 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bireme.config import QuantConfig
 from bireme.engines.torch.images.vision_tower import load_vision_tower
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
 from bireme.engines.torch.weights.quantized.methods import METHODS, form_named
 from bireme.engines.torch.weights.shared_weights import weights_id
-from tests.engines.torch import picture_models, tiny_models
+from tests.engines.torch import picture_models
 from tests.engines.torch.quantized_checkpoints import LAYOUTS, Layout, rewrite, write
-from tests.engines.torch.test_disaggregated import Pair
 from tests.engines.torch.test_shared_weights import engine, service  # noqa: F401  (a fixture)
-from tests.engines.torch.torch_harness import Harness, make_prompts, request
+from tests.engines.torch.torch_harness import make_prompts, request
 
 CPU = torch.device("cpu")
-PLAIN = QuantConfig(quant_algo="NO_QUANT")  # some forms stay where there are products with them
 PROMPTS = make_prompts(3, 20, 45, 70)
 REQUESTS = [request(prompt, 24) for prompt in PROMPTS]
 
@@ -50,19 +47,6 @@ def test_a_quantized_model_has_the_weights_that_its_layout_says(tmp_path, layout
     path, expected = write(tmp_path, LAYOUTS[layout], kind_of(layout))
     assert_equal(read(path), expected)
     assert_equal(read(path, "bfloat16"), expected.bfloat16())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_quantized_model_says_what_its_plain_weights_say_in_one_engine_and_in_two(tmp_path, layout):
-    path, model = write(tmp_path, LAYOUTS[layout], kind_of(layout))
-    model.set_attn_implementation("eager")
-    expected = tiny_models.generate(model, PROMPTS, 24)
-    with Harness(path, max_num_tokens=24, tokens_per_block=8, quant_config=PLAIN) as alone:
-        for _ in range(2):  # the second time with blocks of the first
-            assert alone.run(REQUESTS) == expected
-    with Pair(path, quant_config=PLAIN) as pair:
-        assert pair.run(PROMPTS, max_tokens=24) == expected
-        pair.assert_nothing_is_held()
 
 
 def test_every_method_is_in_a_layout():
