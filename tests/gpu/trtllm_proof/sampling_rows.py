@@ -100,7 +100,7 @@ def _pushed(bench: Bench) -> tuple[list[int], int, float, int]:
     draw = random.Random(1)
     prompt = bench.prompt()
     while True:
-        token = draw.randrange(1000, 30_000)
+        token = draw.randrange(1000, bench.engine.capacity.vocab_size)
         rows = bench.logits([*prompt, *[token] * 7])[len(prompt) - 1 :]
         missing = [float(row.max() - row[token]) for row in rows]
         at = missing.index(max(missing))

@@ -134,6 +134,8 @@ class Executor:
             self._is_over = True
             self._lock.notify()
         self._thread.join()
+        for path, *_ in self._exports:  # nobody gets KV of an engine that is gone
+            path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
