@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import compileall
+import contextlib
 import gc
 import logging
 import os
@@ -110,6 +112,39 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "not server" in config.option.markexpr.split(" and ") and collection_path.name.startswith("test_"):
         return bool(_OF_SERVERS.search(collection_path.read_text())) or None
     return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Processes that begin together find everything compiled: of a new checkout each would compile all by itself."""
+    if sys.dont_write_bytecode:
+        return
+    for folder in ("bireme", "tools", "benchmarks"):
+        compileall.compile_dir(CHECKOUT / folder, quiet=2)
+    for module in modules_of(config):
+        with contextlib.suppress(OSError, SyntaxError):  # which who imports it tells
+            keep_rewritten(module, config)
+
+
+def modules_of(config: pytest.Config) -> Iterator[Path]:
+    """Yield the modules below the run's arguments whose tests it collects."""
+    for argument in config.args:
+        path = CHECKOUT / argument.partition("::")[0]
+        for module in path.rglob("test_*.py") if path.is_dir() else [path]:
+            is_elsewhere = any(CHECKOUT / name in module.parents for name in config.getini("norecursedirs"))
+            if not is_elsewhere and module.is_file() and not pytest_ignore_collect(module, config):
+                yield module
+
+
+def keep_rewritten(module: Path, config: pytest.Config) -> None:
+    """Keep a module with its asserts rewritten where pytest, importing it, looks for that."""
+    from _pytest.assertion import rewrite
+
+    folder = rewrite.get_cache_dir(module)
+    kept = folder / (module.name.removesuffix(".py") + rewrite.PYC_TAIL)
+    if rewrite._read_pyc(module, kept) is None and rewrite.try_makedirs(folder):
+        found, code = rewrite._rewrite_test(module, config)
+        rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, found, kept)
 
 
 @pytest.hookimpl(hookwrapper=True)
