@@ -16,7 +16,7 @@ TREE = {
     ],
     "lengths": ["4000/16"], "rates": [0.2, 8.0], "loads": ["bireme"], "ttft_ms": 1000.0, "itl_ms": 100.0,
 }  # fmt: skip
-OPTIONS = ("--times", "tiny-chat-cpu", "--requests", "60")
+OPTIONS = ("--times", "tiny-chat-cpu")
 
 
 def swept(folder, is_held, **changes):
