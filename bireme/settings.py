@@ -64,10 +64,15 @@ class QuantConfig(Settings, frozen=True, kw_only=True):
 NGRAM = "NGram"
 SYNTHETIC = "Synthetic"  # of a machine without weights: which drafts are right is drawn
 DRAFT_MODELS = ("DraftTarget", "Draft_Target")  # TensorRT-LLM's names, of 1.2 and of 1.3
+EAGLE = ("Eagle", "Eagle3")  # the same of a head
 _OTHER_DRAFTS = (
-    "drafts come of NGram or Draft_Target here; set one of these, remove speculative_config, or use engine: trtllm"
+    "drafts come of NGram, Draft_Target or Eagle3 here; set one of these, remove speculative_config, or use"
+    " engine: trtllm"
 )
-DRAFT_KINDS = Engines(torch=Rule("refused", _OTHER_DRAFTS, ("", NGRAM, *DRAFT_MODELS, SYNTHETIC)), mocker=HARMLESS)
+_DRAFTS = ("", NGRAM, *DRAFT_MODELS, *EAGLE, SYNTHETIC)
+DRAFT_KINDS = Engines(torch=Rule("refused", _OTHER_DRAFTS, _DRAFTS), mocker=HARMLESS)
+_TREE = Engines(torch=Rule("refused", "drafts are one chain here, no tree; remove it", (None, False)), mocker=HARMLESS)
+_EXACT = Rule("refused", "a draft is accepted where it is what the model draws; remove it")
 _POOL = Rule("refused", "drafts come of a request's own tokens, never of another's; set false, or remove it", (False,))
 _NOT_TRTLLM = Rule("refused", "Synthetic drafts are engine torch's; remove it")
 _BY_COST = Engines(torch=HARMLESS, mocker=HARMLESS)  # torch turns drafts off by what steps take
@@ -92,7 +97,13 @@ class SpeculativeConfig(Settings, frozen=True, kw_only=True):
     draft_len_schedule: Annotated[dict[int, NotNegative] | None, Engines(mocker=HARMLESS)] = None
     acceptance_window: Annotated[int | None, _BY_COST] = None
     acceptance_length_threshold: Annotated[float | None, _BY_COST] = None
-    # Draft_Target: the draft model's folder or hub id
+    eagle_choices: Annotated[Any, _TREE] = None
+    use_dynamic_tree: Annotated[bool | None, _TREE] = None
+    num_eagle_layers: Annotated[int | None, _TREE] = None
+    posterior_threshold: Annotated[float | None, Engines(torch=_EXACT, mocker=HARMLESS)] = None
+    # Eagle3: of TensorRT-LLM's two ways to run the head; here there is one
+    eagle3_one_model: Annotated[bool | None, _BY_COST] = None
+    # Draft_Target: the draft model's folder or hub id. Eagle3: the head's folder
     speculative_model: Annotated[str | None, Engines(mocker=HARMLESS)] = None
 
 

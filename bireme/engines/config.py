@@ -17,7 +17,7 @@ import msgspec
 from bireme.config import EngineConfig, WorkerEntry
 from bireme.conversion import convert
 from bireme.errors import ConfigError
-from bireme.settings import DRAFT_MODELS, SYNTHETIC, Engines, Rule, SpeculativeConfig
+from bireme.settings import DRAFT_MODELS, EAGLE, SYNTHETIC, Engines, Rule, SpeculativeConfig
 
 logger = logging.getLogger("bireme.engines")
 HONORED = Rule("honored")
@@ -99,9 +99,9 @@ def check_values(config: EngineConfig) -> None:
 
 def _check_draft_model(config: SpeculativeConfig) -> None:
     key, kind, model = "speculative_config.speculative_model", config.decoding_type, config.speculative_model
-    if kind in DRAFT_MODELS and not model:
+    if kind in (*DRAFT_MODELS, *EAGLE) and not model:
         raise ConfigError(f"{key}: missing; {kind} drafts with a model, name its folder")
-    if kind not in DRAFT_MODELS and model:
+    if kind not in (*DRAFT_MODELS, *EAGLE) and model:
         raise ConfigError(
             f"{key}: {model!r}; {kind or 'this'} drafts without a model, remove it or set decoding_type:"
             f" {DRAFT_MODELS[-1]}"

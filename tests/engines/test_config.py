@@ -87,11 +87,11 @@ def test_values_out_of_range_are_refused(config, text):
     assert text in str(refusal.value)
 
 
-@pytest.mark.parametrize("kind", ["MTP", "Eagle3", "Eagle", "PARD", "Medusa", "Lookahead", "AUTO"])
+@pytest.mark.parametrize("kind", ["MTP", "PARD", "Medusa", "Lookahead", "AUTO"])
 def test_a_kind_of_draft_that_torch_lacks_is_refused_by_name_before_its_own_keys_are(tmp_path, kind):
     block = {"decoding_type": kind, "num_nextn_predict_layers": 1, "eagle3_one_model": True}
     tree = {"workers": {"decode": {"engine_config": {"speculative_config": block}}}}
-    with pytest.raises(ConfigError, match=rf"decode.*decoding_type: '{kind}' on engine torch: .*NGram or .*trtllm"):
+    with pytest.raises(ConfigError, match=rf"decode.*decoding_type: '{kind}' on engine torch: .*NGram, .*trtllm"):
         make_recipe(tree, tmp_path)
 
 
@@ -102,6 +102,9 @@ def test_a_schedule_of_drafts_may_come_from_json_whose_keys_are_strings(tmp_path
     assert recipe.workers["decode"].engine_config.speculative_config.draft_len_schedule == {1: 4, 8: 2}
 
 
+EAGLE = {"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": "a", "eagle3_one_model": True}
+
+
 @pytest.mark.parametrize(
     ("block", "text"),
     [
@@ -109,6 +112,10 @@ def test_a_schedule_of_drafts_may_come_from_json_whose_keys_are_strings(tmp_path
         ({"decoding_type": "NGram"}, "max_draft_len: missing"),
         ({"decoding_type": "DraftTarget", "max_draft_len": 4}, "speculative_model: missing; DraftTarget drafts with"),
         ({"decoding_type": "Draft_Target", "speculative_model": "a"}, "max_draft_len: missing"),
+        ({"decoding_type": "Eagle3", "max_draft_len": 4}, "speculative_model: missing; Eagle3 drafts with"),
+        ({**EAGLE, "eagle_choices": [[0], [1]]}, "eagle_choices: .*one chain here, no tree"),
+        ({**EAGLE, "use_dynamic_tree": True}, "use_dynamic_tree: True .*no tree"),
+        ({**EAGLE, "posterior_threshold": 0.1}, "posterior_threshold: 0.1 .*what the model draws"),
         ({"decoding_type": "NGram", "max_draft_len": 0}, "max_draft_len: 0; 1 or more"),
         ({"decoding_type": "NGram", "max_draft_len": 4, "is_public_pool": True}, "is_public_pool: True .*own tokens"),
         ({"decoding_type": "NGram", "max_draft_len": 4, "draft_len_schedule": {2: 4}}, "begins with 1: 4"),

@@ -11,6 +11,8 @@ import msgspec
 import torch
 
 from bireme.engines.base import EngineContext, RequestKey
+from bireme.engines.torch.forward.eagle_passes import LoadedHead, load_head
+from bireme.engines.torch.forward.forward import Forward
 from bireme.engines.torch.forward.loaded_draft import LoadedDraft, load_draft
 from bireme.engines.torch.forward.opening import (
     StepModel,
@@ -41,6 +43,7 @@ from bireme.engines.torch.scheduling.guides import TorchGuides
 from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.speculation.draft_model import DraftModel
+from bireme.engines.torch.scheduling.speculation.eagle import EagleDrafter
 from bireme.engines.torch.scheduling.speculation.speculation import open_speculation
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.scheduling.step_prices import NOTHING, prices_of
@@ -80,7 +83,7 @@ class LoadedEngine:
         pictures = open_pictures(setup, self.weights.model)
         model = open_model(setup, pictures.language_model, pictures.store is not None, pictures.merge_size > 0)
         phases.end("probe")
-        draft = load_draft(setup, model)
+        draft = load_draft(setup, model) or load_head(setup, model)
         phases.end("draft")
         store, manager = _open_pools(setup, model, self.weights.num_bytes, draft)
         phases.end("pools")
@@ -132,7 +135,7 @@ class LoadedEngine:
                 pictures=pictures.store,
                 speculation=open_speculation(
                     context.config.speculative_config,
-                    _open_drafter(draft, manager) if draft is not None else None,
+                    _open_drafter(draft, forward, manager) if draft is not None else None,
                     manager,
                     context.metrics,
                     costs,
@@ -217,12 +220,12 @@ def _load_weights(setup: Setup) -> SharedModel:
 
 
 def _open_pools(
-    setup: Setup, model: StepModel, shared_bytes: int, draft: LoadedDraft | None
+    setup: Setup, model: StepModel, shared_bytes: int, draft: LoadedDraft | LoadedHead | None
 ) -> tuple[KvStore, BlockManager]:
     context, cache, limits, device = setup.context, setup.config.kv_cache_config, setup.limits, setup.device
     groups, available = group_layers(model.geometry), CPU_POOL_BYTES
     if device.type == "cuda" and cache.max_tokens is None:
-        peak = max(model.peak_bytes(setup), 0 if draft is None else draft.model.peak_bytes(draft.setup))
+        peak = max(model.peak_bytes(setup), 0 if draft is None else draft.peak_bytes())
         free, total = torch.cuda.mem_get_info(device)
         memory = GpuMemory(total, free, torch.cuda.memory_allocated(device) + shared_bytes, peak)
         available = gpu_pool_bytes(memory, cache.free_gpu_memory_fraction, context.gpu_neighbors)
@@ -242,12 +245,18 @@ def _open_pools(
     return store, manager
 
 
-def _open_drafter(draft: LoadedDraft, manager: BlockManager) -> DraftModel:
+def _open_drafter(
+    draft: LoadedDraft | LoadedHead, forward: Forward, manager: BlockManager
+) -> DraftModel | EagleDrafter:
     num_blocks, limits = manager.groups[0].num_blocks, draft.setup.limits
-    forward = draft.open(num_blocks)
+    if isinstance(draft, LoadedHead):
+        passes = draft.open(forward, num_blocks)
+        rows: Sampler[RequestKey] = Sampler(passes.vocab_size, draft.setup.device)
+        return EagleDrafter(passes, rows, num_blocks, limits.tokens_per_block, limits.max_seq_len)
+    of_draft = draft.open(num_blocks)
     sampler: Sampler[RequestKey] = Sampler(draft.model.vocab_size, draft.setup.device, draw=draft.model.draw_rows())
     shape = (len(draft.groups), num_blocks, limits.tokens_per_block, limits.max_seq_len)
-    return DraftModel(forward, sampler, StepCosts(), *shape)
+    return DraftModel(of_draft, sampler, StepCosts(), *shape)
 
 
 def _open_mover(setup: Setup, store: KvStore, manager: BlockManager) -> BlockMover | None:

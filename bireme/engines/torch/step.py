@@ -96,7 +96,10 @@ class DraftedSequence:
 
     own: Sequence
     row: Row  # what its tokens are drawn by
-    num_verified: int = 0  # when it drafted last
+    num_verified: int = 0  # when it drafted last; of a head, places whose rows are in its pools
+    base: int = 0  # tokens before the first that a head sees
+    hidden: Tensor | None = None  # (1, h), what a head makes of the last place
+    logits: Tensor | None = None  # (1, vocabulary)
 
     @property
     def drafted(self) -> list[int]:

@@ -76,13 +76,29 @@ class EngineFootprint:
         return self.weights + self.pool + self.step
 
 
-class _DraftParts(NamedTuple):
+class DraftParts(NamedTuple):
     """Bytes."""
 
     weights: int
     load: int
     step: int
     row_bytes: tuple[int, ...]  # of a token in the pools, a layer each
+
+
+class HeadSizes:
+    """Of an EAGLE-3 head, by its file: it is computed in the dtype of its model."""
+
+    def __init__(self, config: ConfigFields, num_bytes: int) -> None:
+        """`num_bytes`: of its file. Raises ConfigError."""
+        heads = config.size("num_attention_heads")
+        size = config.size("head_dim", default=max(1, config.size("hidden_size") // heads))
+        self._num_bytes = num_bytes
+        self._row = 2 * size * config.size("num_key_value_heads", default=heads)
+        self._dtype = config.dtype
+
+    def draft_parts(self, limits: EngineLimits, around: Surroundings) -> DraftParts:
+        size = dtypes.ITEM_BYTES[dtypes.choose("auto", self._dtype, bool(around.gpu_bytes))]
+        return DraftParts(self._num_bytes, 0, 0, (self._row * size,))
 
 
 class EngineSizes:
@@ -94,7 +110,7 @@ class EngineSizes:
         shape: DecoderShape,
         files: WeightFiles | None,
         blocks: KeptBytes | None = None,
-        draft: EngineSizes | None = None,
+        draft: EngineSizes | HeadSizes | None = None,
     ) -> None:
         """`blocks`: what stays of a GGUF file on a CPU. `draft`: of the model that drafts for it."""
         self.config, self.shape, self.files = config, shape, files if config.load_format != "dummy" else None
@@ -114,7 +130,7 @@ class EngineSizes:
         weights, load = self._weights(dtype, has_decoder, limits, around)
         step = _step_bytes(shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
         if self._draft is not None:  # its passes come before the target's steps, its load after that's
-            drafts = self._draft._parts(limits, around)
+            drafts = self._draft.draft_parts(limits, around)
             weights, load, step = weights + drafts.weights, max(load, drafts.load), max(step, drafts.step)
             groups = tuple(with_draft(groups, drafts.row_bytes))
         available = CPU_POOL_BYTES
@@ -146,13 +162,13 @@ class EngineSizes:
     def _dtype(self, around: Surroundings) -> str:
         return dtypes.choose(self.config.dtype, self.shape.text.dtype or self.own_dtype, bool(around.gpu_bytes))
 
-    def _parts(self, limits: EngineLimits, around: Surroundings) -> _DraftParts:
+    def draft_parts(self, limits: EngineLimits, around: Surroundings) -> DraftParts:
         """Return what it takes beside a target that has these limits: its weights are its engine's own."""
         dtype, alone = self._dtype(around), replace(around, shares_weights=False)
         has_decoder = self.shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")
         weights, load = self._weights(dtype, has_decoder, limits, alone)
         step = _step_bytes(self.shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
-        return _DraftParts(weights, load, step, tuple(layer.row_bytes for layer in self.shape.geometry(dtype)))
+        return DraftParts(weights, load, step, tuple(layer.row_bytes for layer in self.shape.geometry(dtype)))
 
     @property
     def own_dtype(self) -> str | None:

@@ -22,11 +22,13 @@ from bireme.launch.footprint.engine_footprint import (
     GPU_CONTEXT_BYTES,
     EngineFootprint,
     EngineSizes,
+    HeadSizes,
     Surroundings,
 )
 from bireme.launch.footprint.kept_bytes import kept_blocks
 from bireme.launch.footprint.machine_memory import MachineMemory
 from bireme.launch.footprint.weight_files import read_weight_files
+from bireme.settings import EAGLE
 
 # Measured by benchmarks/memory_estimate.py: torch, transformers and what an engine takes whatever its model.
 ENGINE_PROCESS_BYTES = 400 << 20
@@ -161,7 +163,7 @@ class LaunchFootprint:
         if speculation is not None and speculation.speculative_model and stage != "prefill":
             if not Path(speculation.speculative_model).is_dir():
                 raise UncountedError(f"not counted: {speculation.speculative_model}, which drafts, is not here")
-            draft = _sizes(draft_config(asked), Path(speculation.speculative_model))
+            draft = _draft_sizes(asked, speculation.decoding_type, Path(speculation.speculative_model))
         around = Surroundings(
             gpu_bytes=self.machine.gpus[gpu] if gpu is not None else 0,
             has_compiler=_has_compiler(),
@@ -264,7 +266,13 @@ class LaunchFootprint:
         )
 
 
-def _sizes(asked: EngineConfig, folder: Path, draft: EngineSizes | None = None) -> EngineSizes:
+def _draft_sizes(asked: EngineConfig, kind: str, folder: Path) -> EngineSizes | HeadSizes:
+    if kind in EAGLE:
+        return HeadSizes(read_config(folder), sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    return _sizes(draft_config(asked), folder)
+
+
+def _sizes(asked: EngineConfig, folder: Path, draft: EngineSizes | HeadSizes | None = None) -> EngineSizes:
     """Raises ConfigError where it can't be counted."""
     config = read_config(folder)
     shape = read_shape(config)

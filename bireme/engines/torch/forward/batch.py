@@ -53,7 +53,7 @@ class BatchBuilder:
         self._size = tokens_per_block
         self._device = device
         self._has_grid_positions = has_grid_positions
-        self._uses_kernels = uses_kernels
+        self.uses_kernels = uses_kernels
         self._uses_tables = uses_tables
         self._most_seen = max_seq_len  # tokens whose KV is gathered at once
         self._tables = [np.zeros((max_batch_size, columns), dtype=np.int64) for _ in windows]
@@ -65,7 +65,7 @@ class BatchBuilder:
         ids, positions = self._tokens(plan)
         sampled, rows, prompt_rows = _logits_rows(plan)
         groups: list[Any] = []
-        make_group = self._kernel_group if self._uses_kernels else self._group
+        make_group = self._kernel_group if self.uses_kernels else self._group
         for group, window in enumerate(self._windows):
             self._mirror(group, plan)
             groups.append(make_group(group, window, plan, positions))

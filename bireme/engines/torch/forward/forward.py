@@ -75,6 +75,9 @@ class Decoder(Protocol):
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids (n,) -> (n, hidden), what its first layer is given."""
+
     def tap(self, tapped: TappedRows) -> None:
         """Keep the outputs of its layers there, step by step from now on."""
 

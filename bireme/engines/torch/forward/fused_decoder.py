@@ -45,14 +45,16 @@ class FusedDecoder:
         """Have `compute` keep the layers' outputs from now on."""
         self._tapped = tapped
 
+    def embed(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.weights.embeddings)
+        return x if self._scale == 1 else x.mul_(self._scale)
+
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, batch: Batch) -> Tensor:
         """Any step, kernel by kernel: writes its KV rows, returns logits (rows wanted, vocabulary)."""
         weights, store = self.weights, self._store
-        x, positions = F.embedding(batch.ids[0], weights.embeddings), batch.positions[0]
+        x, positions = self.embed(batch.ids[0]), batch.positions[0]
         heads, eps = weights.num_heads, weights.eps
-        if self._scale != 1:
-            x *= self._scale
         products = products_for(weights, x)
         for index, layer in enumerate(weights.layers):
             group, keys, values = batch.groups[store.group_of[index]], store.keys[index], store.values[index]

@@ -22,6 +22,7 @@ from bireme.engines.torch.weights.limits import draft_config, longest_sequence
 from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
 from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
+from bireme.settings import DRAFT_MODELS
 
 logger = logging.getLogger("bireme.engines.torch")
 _KEY = "speculative_config.speculative_model"
@@ -40,6 +41,10 @@ class LoadedDraft:
     def row_bytes(self) -> tuple[int, ...]:
         """Return what a token's keys and values take, a layer each."""
         return tuple(size for group in self.groups for size in group.row_bytes)
+
+    def peak_bytes(self) -> int:
+        """Return what its largest pass takes of a GPU beyond weights and pools. Raises ConfigError."""
+        return self.model.peak_bytes(self.setup)
 
     def open(self, num_blocks: int) -> Forward:
         """Allocate its pools and return what computes its steps. `num_blocks`: of the target's first group."""
@@ -66,10 +71,11 @@ def load_draft(setup: Setup, target: StepModel) -> LoadedDraft | None:
     Raises ConfigError.
     """
     speculation, context = setup.config.speculative_config, setup.context
-    if speculation is None or not speculation.speculative_model or context.stage == "prefill":
+    if speculation is None or speculation.decoding_type not in DRAFT_MODELS or context.stage == "prefill":
         return None
     config = draft_config(setup.config)
-    checkpoint = _open(speculation.speculative_model, config, setup, target)
+    name = speculation.speculative_model or ""
+    checkpoint = _open(name, config, setup, target)
     own = replace(
         setup,
         context=replace(context, model_path=str(checkpoint.folder), config=config, findings_path=None),
@@ -82,7 +88,7 @@ def load_draft(setup: Setup, target: StepModel) -> LoadedDraft | None:
         weights = load_model(checkpoint, config.dtype, setup.device)
         model = open_model(own, weights, takes_pictures=False, has_grid_positions=False)
     except ConfigError as error:
-        raise ConfigError(f"{_KEY}: {speculation.speculative_model}: {error}") from error
+        raise ConfigError(f"{_KEY}: {name}: {error}") from error
     widest = group_layers(target.geometry)[0].window
     if widest:  # earlier blocks are let go of
         narrow = [replace(layer, window=min(layer.window or widest, widest)) for layer in model.geometry]

@@ -99,6 +99,10 @@ class Modules:
         """Of a decoder as Llama's."""
         return self._model.model.layers
 
+    def embed(self, ids: Tensor) -> Tensor:
+        found: Tensor = self._model.get_input_embeddings()(ids)
+        return found
+
     def tap(self, tapped: TappedRows) -> None:
         """Have the model keep its layers' outputs from now on. Raises ConfigError where it has none by number."""
         layers = layers_of(self._model)

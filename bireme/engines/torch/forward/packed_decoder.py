@@ -102,9 +102,7 @@ class PackedDecoder:
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, batch: Batch) -> Tensor:
         """Any step: writes its KV rows, returns logits (rows wanted, vocabulary)."""
-        x = self._embed(batch.ids[0])
-        if self._scale is not None:
-            x *= self._scale
+        x = self.embed(batch.ids[0])
         if self._step is not None and batch.is_decode and len(x) <= MOST_ROWS:
             self._step(x, batch.positions[0], [group for group in batch.groups if isinstance(group, TableStep)])
         else:
@@ -113,6 +111,10 @@ class PackedDecoder:
             x = x[batch.logits_rows]
         logits = self._head(self.ops.rms_norm(x, self._norm, self._eps))
         return logits.div_(self._softcap).tanh_().mul_(self._softcap) if self._softcap else logits
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x = self._embed(ids)
+        return x if self._scale is None else x.mul_(self._scale)
 
     def _by_operations(self, x: Tensor, batch: Batch) -> Tensor:
         ops, eps, positions = self.ops, self._eps, batch.positions[0]

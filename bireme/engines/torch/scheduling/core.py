@@ -212,6 +212,7 @@ class EngineCore:
             if plan.chunks:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
             num_tokens = self._deliver(plan, sequences, sampled, now, partial(self._draw, computed))
+            self._observe(plan, computed)
             ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
             self._landed(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
@@ -236,6 +237,10 @@ class EngineCore:
         with self._range("verify"):
             advance = partial(self._computed, count=1)
             return deliver_verified(plan, sequences, sampled, now, draw, self._delivery, speculation, advance)
+
+    def _observe(self, plan: SchedulerOutput, computed: Computed) -> None:
+        if self._parts.speculation is not None:
+            self._parts.speculation.observe(plan, computed.batch)
 
     def _draw(self, computed: Computed, sequences: list[Sequence], rows: list[int]) -> Sampled:
         return self._parts.sampler.sample(computed.logits[rows], [one.key for one in sequences])

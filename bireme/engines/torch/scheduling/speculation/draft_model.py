@@ -15,21 +15,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from bireme.engines.base import RequestKey
 from bireme.engines.torch.forward.forward import Computed, Forward
 from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
+from bireme.engines.torch.scheduling.speculation.followers import GROUP, KnownBlocks, follow
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import Draft, DraftedSequence, SchedulerOutput
 from bireme.engines.torch.step import Sequence as OpenSequence
-from bireme.kv.blocks.block_manager import BlockTable
 from bireme.logits.rows import Row
 from bireme.logits.sampler import NO_TOKEN, Sampler
-from bireme.messages import SamplingParams
-
-_GROUP = 0  # of the target's, whose block ids are the drafter's: the one that sees most
-_UNKNOWN = b""
 
 
 class DraftModel:
@@ -51,7 +45,7 @@ class DraftModel:
         self.costs: StepCosts | None = costs
         self._forward, self._sampler = forward, sampler
         self._num_groups, self._size, self._max_seq_len = num_groups, tokens_per_block, max_seq_len
-        self._hashes = [_UNKNOWN] * (num_blocks + 1)  # of the full blocks whose rows are in the pools, by id
+        self._blocks = KnownBlocks(num_blocks, tokens_per_block)
 
     def room(self, sequence: OpenSequence) -> int:
         """Pictures are the target's alone."""
@@ -76,10 +70,11 @@ class DraftModel:
         """Compute what was not seen; return the sequences that have their first drafted token."""
         plan = _first_pass(list(owners), budget)
         for own in plan.sequences:
-            self._will_write(own, len(own.tokens) + most[owners[own]])
+            self._blocks.forget(own.table.blocks[0], own.computed, len(own.tokens) + most[owners[own]])
         going = self._compute(plan, followers, owners)
         for own in plan.sequences:
-            self._remember(own, owners[own])
+            table = owners[own].table
+            self._blocks.remember(table.blocks[GROUP], table.hashes, own.computed, table.first[GROUP])
         return going
 
     def _follow(self, sequence: OpenSequence) -> DraftedSequence:
@@ -94,36 +89,16 @@ class DraftModel:
         own.tokens[at:] = tokens[at:]
         follower.num_verified = len(tokens)
         # Rows that slid out of the window are of somebody else's block by now.
-        own.computed = max(min(own.computed, at, len(tokens) - 1), sequence.table.first[_GROUP] * self._size)
+        own.computed = max(min(own.computed, at, len(tokens) - 1), sequence.table.first[GROUP] * self._size)
         return follower
 
     def _open(self, sequence: OpenSequence) -> DraftedSequence:
-        blocks, hashes = sequence.table.blocks[_GROUP], sequence.table.hashes
-        number = sequence.table.first[_GROUP]
-        last = min(len(hashes), (len(sequence.tokens) - 1) // self._size)
-        while number < last and self._hashes[blocks[number]] == hashes[number]:
-            number += 1
-        table = BlockTable([blocks] * self._num_groups, [], [], b"", 0, "", "")
-        own = OpenSequence(
-            sequence.key, sequence.request, [], sequence.num_prompt, sequence.max_tokens, frozenset(), 0.0, table
-        )
-        own.slot, own.mirrored, own.computed = sequence.slot, [0] * self._num_groups, number * self._size
-        own.tokens = sequence.tokens[: own.computed]
-        row = Row(_drawn_alike(sequence.sampling), (), (), tuple(sequence.stop_ids), self._sampler.vocab_size)
-        return DraftedSequence(own, row, own.computed)
-
-    def _will_write(self, own: OpenSequence, end: int) -> None:
-        blocks = own.table.blocks[0]
-        for block in blocks[own.computed // self._size : -(-end // self._size)]:
-            self._hashes[block] = _UNKNOWN
-
-    def _remember(self, own: OpenSequence, sequence: OpenSequence) -> None:
-        blocks, hashes = sequence.table.blocks[_GROUP], sequence.table.hashes
-        full = min(own.computed // self._size, len(hashes))
-        for number in range(full - 1, sequence.table.first[_GROUP] - 1, -1):
-            if self._hashes[blocks[number]] == hashes[number]:
-                break
-            self._hashes[blocks[number]] = hashes[number]
+        first, last = sequence.table.first[GROUP], (len(sequence.tokens) - 1) // self._size
+        number = self._blocks.end_of_known(sequence.table.blocks[GROUP], sequence.table.hashes, first, last)
+        follower = follow(sequence, self._num_groups, self._sampler.vocab_size)
+        follower.own.computed = follower.num_verified = number * self._size
+        follower.own.tokens = sequence.tokens[: follower.num_verified]
+        return follower
 
     def _compute(
         self,
@@ -166,17 +141,3 @@ def _first_pass(sequences: Sequence[OpenSequence], budget: int) -> SchedulerOutp
             plan.chunks.append((own, count))
             plan.budget -= count
     return plan
-
-
-def _drawn_alike(sampling: SamplingParams) -> SamplingParams:
-    """Return what holds for a token by itself; the rest depends on those before it."""
-    return msgspec.structs.replace(
-        sampling,
-        presence_penalty=None,
-        frequency_penalty=None,
-        repetition_penalty=None,
-        bad_token_ids=tuple(ids for ids in sampling.bad_token_ids if len(ids) == 1),
-        logits_processors=(),
-        guided_decoding=None,
-        logprobs=None,
-    )

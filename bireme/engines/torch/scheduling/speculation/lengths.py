@@ -24,6 +24,7 @@ _FADES = 0.9  # of a sequence's trials, with each draft that is verified
 _OF_ALL = 0.99  # of the engine's
 _ESTIMATES = 16  # of a step's seconds, about so many: each takes the host some microseconds
 _PROBE_EVERY = 48  # drafts that were not verified
+_DEARER = 8  # times as seldom, where a model has to catch up on a sequence for it
 _PROBE = 2  # tokens of the one that is all the same
 _LOOK_EVERY = 64  # steps before which nobody looks for drafts
 _FEW = 4  # steps with drafts, of which too little is known: they are taken to cost what others do
@@ -108,7 +109,7 @@ class MeasuredLengths:
 
     def _probe(self, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         self._num_left_out += len(offers)
-        if self._num_left_out < _PROBE_EVERY:
+        if self._num_left_out < _PROBE_EVERY * (1 if self._drafting is None else _DEARER):
             return {}
         self._num_left_out = 0
         sequence, offer = max(offers.items(), key=lambda one: self.rate(one[0], one[1].kind))

@@ -18,12 +18,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from bireme.engines.torch.scheduling.speculation.drafter import Drafter, drafting_of
+from bireme.engines.torch.scheduling.speculation.eagle import EagleDrafter
 from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths
 from bireme.engines.torch.scheduling.speculation.looks import Looks
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.speculation.synthetic import SyntheticDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts
-from bireme.engines.torch.step import Draft, DraftOffer, SchedulerOutput, Sequence
+from bireme.engines.torch.step import Batch, Draft, DraftOffer, SchedulerOutput, Sequence
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.metrics import Registry
 from bireme.settings import NGRAM, SYNTHETIC, SpeculativeConfig
@@ -58,8 +59,7 @@ class Speculation:
             else:
                 self._compute(plan, most, room)
         except Exception:  # requests need no drafts
-            self.is_on = False
-            logger.exception("drafts_off reason=the drafter failed: requests are served without drafts from here on")
+            self._turn_off()
 
     def _look_up(self, plan: SchedulerOutput, most: dict[Sequence, int], room: int) -> None:
         """What is found says how much of it is hoped for."""
@@ -115,6 +115,19 @@ class Speculation:
                 found[sequence] = count
                 room -= count
         return found
+
+    def observe(self, plan: SchedulerOutput, batch: Batch) -> None:
+        """Have a drafter that reads what the model makes of its tokens see a step, once those are delivered."""
+        if not self.is_on or not isinstance(self.drafter, EagleDrafter):
+            return
+        try:
+            self.drafter.observe(plan, batch)
+        except Exception:
+            self._turn_off()
+
+    def _turn_off(self) -> None:
+        self.is_on = False
+        logger.exception("drafts_off reason=the drafter failed: requests are served without drafts from here on")
 
     def is_hopeful(self, plan: SchedulerOutput) -> bool:
         """Return whether the step after this one should wait for its tokens: a draft may follow them, and pay."""

@@ -1,0 +1,141 @@
+"""An EAGLE-3 head over pools of its own: loaded and counted before there are pools, then computed by plans of steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bireme.engines.torch.forward.attention import AttentionStep, Extras, PagedStep
+from bireme.engines.torch.forward.batch import BatchBuilder
+from bireme.engines.torch.forward.eagle_head import EagleHead
+from bireme.engines.torch.forward.flash_attention import FlashAttention
+from bireme.engines.torch.forward.forward import Forward
+from bireme.engines.torch.forward.opening import StepModel
+from bireme.engines.torch.forward.tapped import TappedRows
+from bireme.engines.torch.geometry import group_layers
+from bireme.engines.torch.pools.kv_store import KvStore
+from bireme.engines.torch.step import SchedulerOutput, Sequence
+from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
+from bireme.engines.torch.weights.setup import Setup
+from bireme.errors import ConfigError
+from bireme.settings import EAGLE
+
+logger = logging.getLogger("bireme.engines.torch")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """A head with its weights, before it has pools."""
+
+    setup: Setup
+    head: EagleHead
+    uses_kernels: bool
+
+    @property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Return what a token's keys and values take."""
+        return (self.head.geometry.row_bytes,)
+
+    def peak_bytes(self) -> int:
+        """Return what its passes take of a GPU beyond what the model's steps do."""
+        return 0
+
+    def open(self, forward: Forward, num_blocks: int) -> EaglePasses:
+        """Allocate its pools, and have the model's steps keep what it reads. `num_blocks`: of the first group."""
+        setup, limits, geometry = self.setup, self.setup.limits, [self.head.geometry]
+        size = limits.tokens_per_block
+        store = KvStore(geometry, group_layers(geometry), [num_blocks], size, setup.device)
+        shape = store.windows, size, limits.max_batch_size, limits.max_seq_len, setup.device
+        builder = BatchBuilder(*shape, uses_kernels=self.uses_kernels)
+        tapped = forward.tap(self.head.shape.taps)
+        logger.info("eagle_head_loaded taps=%s kv_mib=%d", self.head.shape.taps, store.num_bytes >> 20)
+        return EaglePasses(self.head, store, builder, forward.decoder.embed, tapped, limits.max_seq_len, forward.flash)
+
+
+class EaglePasses:
+    """Used by the engine's thread. A pass has a row for each pair of a token's place and the token that follows."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        store: KvStore,
+        builder: BatchBuilder,
+        embed: Callable[[Tensor], Tensor],
+        tapped: TappedRows,
+        max_seq_len: int,
+        flash: FlashAttention,
+    ) -> None:
+        self._head, self._store, self._builder, self._embed, self._tapped = head, store, builder, embed, tapped
+        own = head.embeddings
+        if own is not None:
+            self._embed = partial(torch.nn.functional.embedding, weight=own)
+        self._cos, self._sin = head.rotary(max_seq_len).cos_sin.chunk(2, 1)
+        self._make_step: Any = PagedStep
+        if builder.uses_kernels:
+            from bireme.engines.torch.forward.kernel_step import KernelStep
+
+            self._make_step = partial(KernelStep, flash=flash, scales=store.scales)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._head.shape.vocab_size
+
+    def fused(self, rows: list[int]) -> Tensor:
+        """Return what the model made of these rows of its last step, (rows, h)."""
+        with torch.inference_mode():
+            found: Tensor = self._head.fuse(self._tapped.rows(torch.tensor(rows, device=self._store.device)))
+            return found
+
+    def compute(self, plan: SchedulerOutput, hidden: Tensor) -> tuple[list[Sequence], Tensor, Tensor]:
+        """Return the sequences that were computed to their ends, and of each the row that stands for what the model
+        will make of its follower, (count, h), and float32 logits of what comes after that, (count, vocabulary).
+
+        hidden (T, h), in the order of the plan's rows.
+        """
+        batch, store = self._builder.build(plan), self._store
+        step = self._make_step(store.keys, store.values, batch.groups, store.tokens_per_block)
+        with torch.inference_mode():
+            attend = partial(self._attend, step)
+            rows = self._embed(batch.ids[0]).to(hidden.dtype)
+            x, logits = self._head(rows, hidden, batch.positions[0], attend, batch.logits_rows)
+            whole = torch.full((len(logits), self.vocab_size), -torch.inf, device=logits.device)
+            whole[:, self._head.base_ids] = logits.float()
+        return batch.sampled, x, whole
+
+    def _attend(self, step: AttentionStep, qkv: Tensor, positions: Tensor) -> Tensor:
+        shape = self._head.shape
+        parts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        query, key, value = qkv.view(1, len(qkv), -1, shape.head_size).transpose(1, 2).split(parts, 1)
+        query, key = self._turned(query, positions), self._turned(key, positions)
+        return step.attend(0, query, key, value, Extras(self._head.scaling)).flatten(2)[0]
+
+    def _turned(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """heads (1, H, n, K) -> the same, turned by position."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        first, second = heads.float().chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
+
+
+def load_head(setup: Setup, target: StepModel) -> LoadedHead | None:
+    """Return the head that the settings name; None: they name none, or this engine makes no drafts.
+
+    Raises ConfigError.
+    """
+    speculation = setup.config.speculative_config
+    if speculation is None or speculation.decoding_type not in EAGLE or setup.context.stage == "prefill":
+        return None
+    key, folder = "speculative_config.speculative_model", Path(speculation.speculative_model or "")
+    if not folder.is_dir():
+        raise ConfigError(f"{key}: {folder} does not exist; name the head's folder")
+    if window := group_layers(target.geometry)[0].window:
+        raise ConfigError(f"{key}: {folder.name}; a head sees all of a sequence, the model's layers {window} tokens")
+    checkpoint = read_eagle(folder, setup.checkpoint.text_config)
+    head = EagleHead.of(checkpoint, target.geometry[0].dtype, setup.device)
+    return LoadedHead(setup, head, target.uses_kernels)

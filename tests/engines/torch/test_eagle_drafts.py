@@ -1,0 +1,130 @@
+"""An EAGLE-3 head drafts in an engine what its published form says of the model's rows, and changes no token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bireme.engines.torch.forward.modules import layers_of
+from bireme.errors import ConfigError
+from bireme.settings import SpeculativeConfig
+from tests.engines.torch import tiny_models
+from tests.engines.torch.eagle_heads import make_tensors, published, write_head
+from tests.engines.torch.known_answers import WholeDrafts
+from tests.engines.torch.test_disaggregated import Pair
+from tests.engines.torch.test_tiers import settle
+from tests.engines.torch.torch_harness import Harness, request
+
+BASE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 8, "intermediate_size": 48, "eos_token_id": 2}
+TAPS = (1, 3, 4)
+SAMPLED = {"temperature": 0.8, "seed": 5, "top_p": 0.9}
+SETTINGS = {"max_num_tokens": 32, "tokens_per_block": 8}
+PROMPTS = [np.random.default_rng(3).integers(3, 50, length).tolist() for length in (1, 7, 30, 45, 16, 70, 12, 33)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eagle")
+    return tiny_models.save(folder / "base", "llama", **BASE), write_head(folder / "head")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Return what the model says, greedily."""
+    return tiny_models.generate(tiny_models.build("llama", **BASE), PROMPTS, 32)
+
+
+def drafting(head, kind="Eagle3"):
+    config = SpeculativeConfig(decoding_type=kind, max_draft_len=3, speculative_model=str(head))
+    return {"speculative_config": config}
+
+
+def whole(engine):
+    speculation = engine.core._parts.speculation
+    speculation.lengths = WholeDrafts()
+    return speculation
+
+
+def first_drafts(tokens):
+    """Return what the published head drafts first behind each length of a sequence, from the rows of the model."""
+    model, tensors, rows = tiny_models.build("llama", **BASE), make_tensors(), {}
+    for tap in TAPS:
+        layers_of(model)[tap].register_forward_hook(
+            lambda _, __, made, tap=tap: rows.update({tap: made[0] if isinstance(made, tuple) else made})
+        )
+    with torch.inference_mode():
+        model(torch.tensor([tokens]))
+        hidden = F.linear(torch.cat([rows[tap].view(len(tokens), -1) for tap in TAPS], -1), tensors["fc.weight"])
+        embeddings = model.get_input_embeddings()(torch.tensor(tokens))
+        _, logits = published(tensors, embeddings[1:], hidden[:-1])
+    ids = logits.argmax(-1)
+    return dict(enumerate((ids + tensors["d2t"][ids]).tolist(), 2))
+
+
+def test_drafts_are_what_the_published_head_says_and_tokens_the_model_s(base, expected):
+    model, head = base
+    with Harness(model, **SETTINGS, **drafting(head, "Eagle")) as engine:
+        speculation, seen = whole(engine), {}
+        propose = speculation.drafter.propose
+
+        def watched(most, budget):
+            found = propose(most, budget)
+            for one, draft in found.items():
+                seen[tuple(one.tokens[: one.num_prompt]), len(one.tokens)] = draft.tokens
+            return found
+
+        speculation.drafter.propose = watched
+        assert engine.run([request(prompt, 32) for prompt in PROMPTS]) == expected
+        assert speculation.is_on and engine.manager.num_referenced == 0
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        wanted = first_drafts([*prompt, *tokens])
+        found = {length: draft[0] for (asked, length), draft in seen.items() if asked == tuple(prompt)}
+        assert len(found) > 20 and found == {length: wanted[length] for length in found}
+    assert {len(draft) for draft in seen.values()} == {1, 2, 3}
+
+
+def test_sampled_streams_that_moved_or_share_a_prefix_say_the_same(base):
+    model, head = base
+    with Harness(model, **SETTINGS) as plain:
+        asked = [request(prompt, 24, **SAMPLED) for prompt in PROMPTS]
+        tokens = plain.run(asked)
+    with Harness(model, **SETTINGS, **drafting(head)) as engine:
+        speculation = whole(engine)
+        assert engine.run(asked) == tokens
+        assert engine.run(asked) == tokens  # their prefixes are cached
+        moved = [request(p + own[:9], 24, num_resumed=9, **SAMPLED) for p, own in zip(PROMPTS, tokens, strict=True)]
+        assert engine.run(moved) == [own[9:] for own in tokens]
+        assert speculation.is_on and sum(one.finish.usage.drafted_tokens for one in engine.results.values()) > 500
+
+
+def test_preempted_requests_and_blocks_from_host_memory_say_the_same(base, expected):
+    model, head = base
+    queue = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    with Harness(model, queue=queue, max_tokens=160, host_cache_size=1 << 22, **SETTINGS, **drafting(head)) as engine:
+        speculation = whole(engine)
+        for _ in range(2):
+            assert engine.run([request(prompt, 32) for prompt in PROMPTS]) == expected
+            settle(engine)
+        assert engine.core.scheduler.num_preemptions > 0 and speculation.is_on
+        assert engine.manager.num_referenced == 0
+
+
+def test_decode_drafts_from_its_own_tokens_on_behind_a_prefill_worker(base, expected):
+    model, head = base
+    with Pair(model, 16, 8, max_num_tokens=32, **drafting(head)) as pair:
+        speculation = whole(pair.decode)
+        assert pair.run(PROMPTS, max_tokens=32) == expected
+        drafted = sum(one.finish.usage.drafted_tokens for one in pair.decode.results.values())
+        assert speculation.is_on and drafted > 100 and pair.prefill.core._parts.speculation is None
+        pair.assert_nothing_is_held()
+
+
+def test_a_head_of_another_model_and_a_folder_that_is_not_there_are_refused(base, tmp_path):
+    model, head = base
+    other = tiny_models.save(tmp_path / "other", "llama", **BASE | {"hidden_size": 64})
+    with pytest.raises(ConfigError, match="hidden_size is 32, the model's 64"):
+        Harness(other, **drafting(head))
+    with pytest.raises(ConfigError, match="/no/where does not exist"):
+        Harness(model, **drafting("/no/where"))
