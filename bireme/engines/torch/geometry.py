@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+MOST_SCORES = 1 << 20  # that attention writes out at once where it has to, on a CPU: a prompt's rows take turns
+
 
 @dataclass(frozen=True, slots=True)
 class KvScales:

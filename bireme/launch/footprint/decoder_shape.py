@@ -47,7 +47,7 @@ class DecoderShape:
     expert_width: int  # of one expert
     experts_per_token: int  # 0: there are none
     num_experts: int
-    has_sinks: bool
+    writes_scores: bool  # of attention: torch's own has neither sinks nor caps
     text: ConfigFields
 
     def geometry(self, dtype: str, scales: KvScales | None = None) -> list[LayerGeometry]:
@@ -104,7 +104,7 @@ def read_shape(config: ConfigFields) -> DecoderShape:
         expert_width=experts.width,
         experts_per_token=experts.per_token,
         num_experts=experts.number,
-        has_sinks=family.has_sinks,
+        writes_scores=_writes_scores(text, family),
         text=text,
     )
 
@@ -121,6 +121,10 @@ def _class_of(config: ConfigFields, text: ConfigFields) -> str:
         asked = f"{str(text.tree.get('model_type')).replace('_', '')}forcausallm"
         return next((name for name in FAMILIES if name.lower() == asked), config.architecture)
     return config.architecture
+
+
+def _writes_scores(text: ConfigFields, family: Family) -> bool:
+    return family.has_sinks or (family.has_caps and text.tree.get("attn_logit_softcapping", True) is not None)
 
 
 def _is(text: ConfigFields, flag: Flag) -> bool:

@@ -27,8 +27,8 @@ _INT4_BYTES = 0.5 + 3 / 128  # with a scale and a zero point for each group
 _MXFP4_GROUP = 32  # values of half a byte that share a scale of one
 GPU_CONTEXT_BYTES = 600 << 20
 KEPT_BYTES = 64 << 20  # of freed buffers, for the next step's: own_process.reuse_memory
-# Of what oneDNN compiles for a mixture, whose experts' numbers of rows fill its cache: engines/stub/environment.py.
-PRODUCT_BYTES = 64 << 20
+# Of what oneDNN compiles for a mixture: its experts' numbers of rows fill the cache (engines/stub/environment.py).
+PRODUCT_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class Family:
     experts_have_bias: bool = False
     has_shared_gate: bool = False
     has_sinks: bool = False
+    has_caps: bool = False  # attn_logit_softcapping
     is_latent: bool = False  # multi-head latent attention
     more_positions: int | None = None  # learned ones beyond max_position_embeddings; None: none are learned
     head_size: int = 0  # head_dim; 0: hidden_size / num_attention_heads
@@ -67,7 +68,13 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(has_experts=True, heeds_window=True),
     "GemmaForCausalLM": _with_attention_bias(is_tied=True, head_size=256),
     "Gemma2ForCausalLM": _with_attention_bias(
-        is_tied=True, head_size=256, num_norms=4, heeds_window=True, window=_GROUP_WINDOW, full_every=2
+        is_tied=True,
+        head_size=256,
+        num_norms=4,
+        has_caps=True,
+        heeds_window=True,
+        window=_GROUP_WINDOW,
+        full_every=2,
     ),
     "Gemma3ForCausalLM": _with_attention_bias(
         is_tied=True,

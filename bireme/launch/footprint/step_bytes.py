@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bireme.engines.torch.geometry import MOST_SCORES
 from bireme.launch.footprint.decoder_shape import DecoderShape
 
 _FLOAT = 4
@@ -26,7 +27,7 @@ def packed_step(shape: DecoderShape, on: StepWidths) -> int:
         rows = on.tokens * shape.experts_per_token
         busiest = -(-rows // shape.num_experts) * 3 * shape.expert_width * on.item
         mlp = max(mlp, on.tokens * shape.hidden * 2 * on.item + rows * shape.hidden * (3 * on.item + _FLOAT) + busiest)
-    attention = on.tokens * on.item * (2 * shape.hidden + qkv + 2 * queries) + _prefix(shape, on)
+    attention = on.tokens * on.item * (2 * shape.hidden + qkv + 2 * queries) + _prefix(shape, on) + _scores(shape, on)
     logits = on.rows * shape.vocab * (on.item + 2 * _FLOAT)
     return max(mlp, attention, logits)
 
@@ -34,7 +35,17 @@ def packed_step(shape: DecoderShape, on: StepWidths) -> int:
 def _prefix(shape: DecoderShape, on: StepWidths) -> int:
     """Return the gathered keys and values of a prompt's part, and the mask of what each token sees."""
     heads, key, value = max(shape.key_sizes)
-    return on.seen * heads * (key + value) * on.item + on.tokens * on.seen * (1 + on.item)
+    padded = key if value < key else 0  # values, to the size of keys
+    return on.seen * heads * (key + value + padded) * on.item + on.tokens * on.seen * (1 + on.item)
+
+
+def _scores(shape: DecoderShape, on: StepWidths) -> int:
+    """Return the scores of attention that writes them out, and keys and values for each head."""
+    if not shape.writes_scores:
+        return 0
+    _, key, value = max(shape.key_sizes)
+    scores = min(MOST_SCORES, shape.num_heads * on.tokens * on.seen)
+    return scores * (2 * on.item + 2 * _FLOAT) + on.seen * shape.num_heads * (key + value) * on.item
 
 
 def modules_step(shape: DecoderShape, on: StepWidths, is_gpu: bool) -> int:
@@ -48,8 +59,6 @@ def modules_step(shape: DecoderShape, on: StepWidths, is_gpu: bool) -> int:
         mlp += rows * on.item * (2 * shape.hidden + 3 * shape.expert_width)
     attention = on.tokens * on.item * (2 * shape.hidden + 3 * queries + heads * (key + value))
     if not is_gpu:
-        attention += _prefix(shape, on)
-        if shape.has_sinks:  # scores, as matrices
-            attention += shape.num_heads * on.tokens * on.seen * (2 * on.item + 2 * _FLOAT)
+        attention += _prefix(shape, on) + _scores(shape, on)
     logits = on.rows * shape.vocab * (on.item + 2 * _FLOAT)
     return max(norm, mlp, attention, logits)

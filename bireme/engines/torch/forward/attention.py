@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.engines.torch.geometry import LayerGeometry
+from bireme.engines.torch.geometry import MOST_SCORES, LayerGeometry
 from bireme.engines.torch.step import ChunkView, DecodeView, GroupStep
 from bireme.engines.torch.storage import E4M3, to_fp8
 
@@ -44,6 +44,7 @@ class Extras:
     unknown: tuple[str, ...] = ()  # arguments given that this attention does not know
 
 
+_LEAST_ROWS = 16  # whose scores are written out at once
 current: ContextVar[AttentionStep] = ContextVar("bireme_attention_step")
 # Some families give these; no effect here: positions are applied already, masks are the step's own.
 _HARMLESS = frozenset(
@@ -158,25 +159,45 @@ def attend(
     """
     if extras.softcap is None and sinks is None:
         grouped = query.shape[1] != key.shape[1]
-        causal = is_causal and query.shape[2] > 1
-        return F.scaled_dot_product_attention(
+        causal, size = is_causal and query.shape[2] > 1, value.shape[3]
+        if query.device.type == "cpu" and size < key.shape[3]:  # latent attention, whose scores torch would write out
+            value = F.pad(value, (0, key.shape[3] - size))
+        found = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=extras.scaling, enable_gqa=grouped
         )
-    return _attend_eagerly(query, key, value, _causal(query, key) if is_causal else mask, extras, sinks)
+        return found[..., :size]
+    return _attend_in_parts(query, key, value, _causal(query, key) if is_causal else mask, extras, sinks)
+
+
+def _attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, extras: Extras, sinks: Tensor | None
+) -> Tensor:
+    """On a CPU a long prompt's scores are written out for some of its rows at a time."""
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    size = query.shape[2]
+    if query.device.type == "cpu":
+        size = max(_LEAST_ROWS, MOST_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    parts = []
+    for own in (slice(begin, begin + size) for begin in range(0, query.shape[2], size)):
+        parts.append(_attend_eagerly(query[:, :, own], key, value, _rows(mask, own), extras, _rows(sinks, own)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _rows(each: Tensor | None, own: slice) -> Tensor | None:
+    """Return what is of some query rows; one row is of all."""
+    return each if each is None or each.shape[-2] == 1 else each[..., own, :]
 
 
 def _attend_eagerly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, extras: Extras, sinks: Tensor | None
 ) -> Tensor:
-    """With softcap or sinks, which scaled_dot_product_attention does not have."""
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    scores = query @ key.transpose(-1, -2) * extras.scaling
+    """With softcap or sinks, which scaled_dot_product_attention does not have; as many heads of all."""
+    scores = (query @ key.transpose(-1, -2)).mul_(extras.scaling)
     if extras.softcap is not None:
         scores = torch.tanh(scores / extras.softcap) * extras.softcap
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores.masked_fill_(~mask, float("-inf"))
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
     sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
