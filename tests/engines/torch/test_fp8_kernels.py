@@ -60,6 +60,16 @@ def test_rows_as_they_are_are_multiplied_as_in_plain_torch(randn, form, is_gated
     close(found, expected, atol=2e-4, rtol=1e-4)
 
 
+def test_a_channel_s_scale_loses_less_than_that_of_its_largest_value_and_cuts_nothing_off(randn):
+    weight = torch.cat([randn(60, 576), torch.zeros(1, 576, device=DEVICE)])
+    found = stored(weight, WeightForm.FP8_CHANNEL)
+    largest = weight.abs().amax(1).clamp(min=1e-9) / 448
+    plain = Fp8Weight((weight / largest[:, None]).to(torch.float8_e4m3fn), largest)
+    lost, before = ((one.dequantized() - weight).square().sum(1) for one in (found, plain))
+    assert torch.all(lost <= 1.0001 * before) and lost.sum() < 0.93 * before.sum()
+    assert torch.all(found.scales[:60] >= 0.9999 * largest[:60])
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [17, 70])
 def test_rounded_rows_are_multiplied_as_in_plain_torch(randn, form, rows):

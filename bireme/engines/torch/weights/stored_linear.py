@@ -35,6 +35,8 @@ from bireme.errors import ConfigError
 logger = logging.getLogger("bireme.engines.torch")
 JOINED = (("q_proj", "k_proj", "v_proj"), ("o_proj",)), (("gate_proj", "up_proj"), ("down_proj",))
 _STEP = 16  # what torch's product divides both sides of a weight by
+_SCALES = 16  # of an octave, that are tried for a row
+_SEARCHED_ROWS = 2048  # at once: the search takes a few times their memory in float32
 _NAMES = {"values": "weight", "scales": "weight_scale", "zeros": "weight_zero"}  # of a weight's tensors in its module
 Fill = Callable[[str, Any, StoredWeight], None]  # a projection's name and module, and what is to be filled
 
@@ -196,7 +198,26 @@ def round_into(weight: Tensor, to: StoredWeight, is_one: bool = False) -> None:
         blocks = padded.view(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
         to.scales.copy_(blocks.abs().amax((1, 3)).clamp(min=SMALLEST) / LARGEST)
         to.values.copy_((blocks / to.scales[:, None, :, None]).view(padded.shape)[:rows, :columns])
-    else:
-        largest = weight.abs().amax() if is_one else weight.abs().amax(1)
-        to.scales.copy_((largest.float().clamp(min=SMALLEST) / LARGEST).expand(rows))
+    elif is_one:
+        to.scales.copy_((weight.abs().amax().float().clamp(min=SMALLEST) / LARGEST).expand(rows))
         to.values.copy_(weight.float() / to.scales[:, None])
+    else:
+        for begin in range(0, rows, _SEARCHED_ROWS):
+            own = slice(begin, begin + _SEARCHED_ROWS)
+            some = weight[own].float()
+            to.scales[own].copy_(_best_scales(some))
+            to.values[own].copy_(some / to.scales[own, None])
+
+
+def _best_scales(rows: Tensor) -> Tensor:
+    """Return the scale (N,) that loses each row of (N, K) float32 the least squared error.
+
+    Of scales that cut nothing off: an octave of them has all there is to choose, since E4M3's steps double with each.
+    """
+    least = rows.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / LARGEST
+    best, lowest = least, torch.full_like(least, torch.inf)
+    for step in range(_SCALES):
+        scales = least * 2 ** (step / _SCALES)
+        errors = ((rows / scales).to(E4M3).float() * scales - rows).square().sum(1, keepdim=True)
+        best, lowest = torch.where(errors < lowest, scales, best), torch.minimum(lowest, errors)
+    return best[:, 0]
