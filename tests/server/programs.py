@@ -33,7 +33,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/step_shares_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
-    "benchmarks/kv_perplexity.py": ("--model", "models/tiny-llama", "--windows", "1", "--tokens", "32"),
     "benchmarks/quantized_cpu.py": ("--quick",),
     "benchmarks/quantized_gpu.py": ("--quick",),
     "benchmarks/perplexity.py": ("--quick", "--model", "models/tiny-chat"),
