@@ -30,7 +30,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from bireme.config import EngineConfig, KvCacheConfig, Limits  # noqa: E402
+from bireme.config import EngineConfig, KvCacheConfig, Limits, QuantConfig  # noqa: E402
 from bireme.engines.base import EngineContext  # noqa: E402
 from bireme.engines.child.validate import Gate  # noqa: E402
 from bireme.engines.torch.loading import LoadedEngine  # noqa: E402
@@ -76,7 +76,7 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a GGUF file or a model folder; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--dtype", default="bfloat16", help="auto: a GGUF file's blocks as they are")
+    parser.add_argument("--dtype", default="bfloat16", help="auto: a GGUF file's blocks as they are; else dequantized")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--batch", type=int, default=1, help="requests at once")
     parser.add_argument("--tokens", type=int, default=120, help="of an answer, at the most")
@@ -117,6 +117,7 @@ def load(options: argparse.Namespace) -> tuple[LoadedEngine, Any]:
     )
     config = EngineConfig(
         dtype=options.dtype,
+        quant_config=QuantConfig(quant_algo=None if options.dtype == "auto" else "NO_QUANT"),
         max_batch_size=max(8, options.batch),
         speculative_config=drafts,
         kv_cache_config=KvCacheConfig(max_tokens=1024 * max(8, options.batch), enable_block_reuse=False),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bireme.config import QuantConfig
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
 from bireme.errors import ConfigError
 from tests.engines.torch import tiny_models
@@ -112,7 +113,7 @@ def test_quantized_tokens_are_transformers_aggregated_and_disaggregated_with_reu
     model = read_model(checkpoint, "float32", CPU)
     model.set_attn_implementation("eager")
     expected = tiny_models.generate(model, PROMPTS, 24)
-    with Pair(str(file), 8, 8, dtype="float32") as pair:
+    with Pair(str(file), 8, 8, dtype="float32", quant_config=QuantConfig(quant_algo="NO_QUANT")) as pair:
         assert pair.run(PROMPTS, max_tokens=24) == expected
         assert pair.run(PROMPTS, max_tokens=24) == expected  # from reused blocks
         pair.assert_nothing_is_held()
