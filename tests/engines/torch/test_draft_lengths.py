@@ -66,10 +66,10 @@ def test_a_predicted_output_is_looked_up_first_and_its_drafts_are_of_a_kind_of_t
     assert drafter.propose({one: 1})[one] == Draft([3], 2)  # two tokens match, and stand in the prompt alone
 
 
-def learned(a_row_ms):
+def learned(a_row_ms, sizes=range(1, 9)):
     """Return the costs of an engine whose steps take 10 ms, and so much for each row beyond the first."""
     costs = StepCosts()
-    for rows in range(1, 9):
+    for rows in sizes:
         for _ in range(6):
             costs.landed([StepWork(rows, 0, 100 * rows)], (10 + a_row_ms * (rows - 1)) / 1e3)
     return costs
@@ -132,6 +132,38 @@ def test_what_a_request_predicts_is_looked_for_at_first_whatever_others_gained()
         looked_for(looks, Sequence(), 5e-3, 0)
     plain, predicted = Sequence(), Sequence(predicted=[5, 6])
     assert list(looks.due({plain: 4, predicted: 4})) == [predicted]
+
+
+def off(batch):
+    """Return lengths of a batch whose drafts have failed, its plan, and offers for all of it."""
+    costs = learned(2, [1 << power for power in range(10)])
+    lengths, ones = MeasuredLengths(costs, costs, 1), [Sequence() for _ in range(batch)]
+    for one in ones * 8:
+        lengths.learn(one, 0, 3, 0)
+    return lengths, SimpleNamespace(decodes=ones, drafts={}, chunks=[]), {one: DraftOffer(3) for one in ones}
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64, 128])
+def test_a_batch_whose_drafts_fail_waits_for_one_probe_in_many_steps(batch):
+    lengths, plan, offers = off(batch)
+    num_waits = num_probes = 0
+    for _ in range(10 * 65):
+        if lengths.is_hopeful(plan, dict.fromkeys(plan.decodes, 3)):
+            num_waits += 1
+            probe, after = lengths.choose(plan, offers), lengths.choose(plan, offers)
+            num_probes += sum(probe.values()) == 2
+            assert after == {}  # the step behind a probe is one without drafts, from which others are started ahead
+    assert num_waits == num_probes == 10
+
+
+def test_drafts_that_pay_are_not_given_up_for_a_few_that_fail():
+    lengths, one = MeasuredLengths(*[learned(1)] * 2, 1), Sequence()
+    for number in range(200):
+        lengths.learn(one, 0, 3, (0, 1, 0, 3, 1)[number % 5])  # 5 of 10 tokens
+    assert chosen(lengths, one) > 0
+    for _ in range(4):
+        lengths.learn(one, 0, 3, 0)
+    assert chosen(lengths, one) > 0
 
 
 def test_no_step_becomes_longer_than_streams_may_wait():

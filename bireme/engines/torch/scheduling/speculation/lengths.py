@@ -17,13 +17,14 @@ from bireme.engines.torch.step import Drafting, DraftOffer, SchedulerOutput, Seq
 
 _Hope = tuple[float, int, Sequence]
 
-_GAIN = 1.05  # in tokens a second, for which a step is made larger: estimates err
-_PRIOR = 2.0  # trials that what is known of other sequences counts for
+_GAIN = 1.05  # in tokens a second, for which drafts begin: estimates err
+_KEPT_GAIN = 1.01  # for which they go on
+_PRIOR = 4.0  # trials that what is known of other sequences counts for
 _FIRST = (3.0, 5.0)  # accepted and tried of a kind that nobody has tried
 _FADES = 0.9  # of a sequence's trials, with each draft that is verified
 _OF_ALL = 0.99  # of the engine's
 _ESTIMATES = 16  # of a step's seconds, about so many: each takes the host some microseconds
-_PROBE_EVERY = 48  # drafts that were not verified
+_PROBE_EVERY = 48  # steps left without drafts; looks, where each step has one
 _DEARER = 8  # times as seldom, where a model has to catch up on a sequence for it
 _PROBE = 2  # tokens of the one that is all the same
 _LOOK_EVERY = 64  # steps before which nobody looks for drafts
@@ -57,6 +58,7 @@ class MeasuredLengths:
         self._costs, self._verifying, self._most_s, self._drafting = costs, verifying, most_s, drafting
         self._of_all = [_FIRST] * num_kinds
         self._num_left_out = self._num_unlooked = 0
+        self._pays = False  # as it was found last
 
     def choose(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         hopes = []
@@ -64,6 +66,7 @@ class MeasuredLengths:
             hopes += _hopes(sequence, self.rate(sequence, offer.kind), offer.num_tokens)
         hopes.sort(key=lambda one: (-one[0], one[1]))
         count = self._most_that_pay(plan, hopes)
+        self._pays = count > 0
         if not count:
             return self._probe(offers)
         chosen: dict[Sequence, int] = {}
@@ -74,7 +77,7 @@ class MeasuredLengths:
     def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
         self._num_unlooked += 1
         if self._num_unlooked > _LOOK_EVERY:
-            self._num_unlooked = 0
+            self._num_unlooked, self._num_left_out = 0, self._num_left_out + _LOOK_EVERY
             return True
         hopes = []
         for sequence, count in most.items():
@@ -92,7 +95,8 @@ class MeasuredLengths:
         tokens = float(len(plan.decodes))
         verifying = self._verifying if self._verifying.num_landed >= _FEW else self._costs
         every = max(4, len(hopes) // _ESTIMATES)
-        best, best_count = _GAIN * tokens / self._costs.usual_s(work), 0
+        gain = _KEPT_GAIN if self._pays else _GAIN
+        best, best_count = gain * tokens / self._costs.usual_s(work), 0
         passes = _Passes(self._drafting)
         for count, (hope, place, sequence) in enumerate(hopes, 1):
             tokens += hope
@@ -108,7 +112,7 @@ class MeasuredLengths:
         return best_count
 
     def _probe(self, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
-        self._num_left_out += len(offers)
+        self._num_left_out += 1  # not for each draft: a large batch would probe, and land, step after step
         if self._num_left_out < _PROBE_EVERY * (1 if self._drafting is None else _DEARER):
             return {}
         self._num_left_out = 0
