@@ -15,13 +15,14 @@ from bireme.engines.torch.step import Drafting, SchedulerOutput, Sequence
 _REST = 16  # steps of a sequence whose looks do not pay, for each look
 _FADES = 1 / 16  # of what its looks have gained, with each look
 _OF_ALL = 1 / 256  # of all sequences'
+_HOPE = 2.0  # times what a look has to gain, that a sequence begins with at the most: some looks tell
 _OF_TIMES = 1 / 32
 
 
 class Looks:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._gained = 1.0  # tokens a look: where a sequence begins
+        self._gained = 1.0  # tokens a look, of all sequences
         self._look_s = 0.0  # CPU, of one sequence
         self._least = 0.0  # tokens that a look has to gain
 
@@ -30,8 +31,8 @@ class Looks:
         return {one: count for one, count in most.items() if self._is_due(drafting_of(one))}
 
     def _is_due(self, drafting: Drafting) -> bool:
-        if drafting.gained is None:  # what a request predicts is worth a look
-            drafting.gained = 1.0 if drafting.num_predicted else self._gained
+        if drafting.gained is None:
+            drafting.gained = 1.0 if drafting.num_predicted else self._begin()
         drafting.num_unlooked += 1
         if drafting.gained < self._least and drafting.num_unlooked < _REST:
             return False
@@ -40,6 +41,10 @@ class Looks:
         drafting.gained += _FADES * (gained - drafting.gained)
         self._gained += _OF_ALL * (gained - self._gained)
         return True
+
+    def _begin(self) -> float:
+        """Return what a sequence's looks are taken to have gained before the first: what others' did, within reason."""
+        return min(self._gained, _HOPE * self._least) if self._least else self._gained
 
     def took(self, plan: SchedulerOutput, num: int, seconds: float) -> None:
         """Learn what it took the host to look for so many, before this step."""
