@@ -272,6 +272,13 @@ async def test_a_predicted_output_reaches_the_engine_as_tokens(frontend, content
     assert (await engine_request(bench, "chat")).prediction == b""
 
 
+async def test_a_prediction_of_another_type_is_refused_by_name(frontend):
+    reply = await (await frontend()).chat(prediction={"type": "tokens", "content": "a"}).end()
+    assert reply.status == 400
+    message = reply.json()["error"]["message"]
+    assert "prediction.type" in message and "tokens" in message
+
+
 async def test_a_prediction_of_other_parts_is_refused(frontend):
     content = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     reply = await (await frontend()).chat(prediction={"type": "content", "content": content}).end()
