@@ -1,9 +1,11 @@
-"""Drafts of n-grams on a CPU: SmolLM2-135M-Instruct with and without, in turns, on text and on what copies its prompt.
+"""Drafts of n-grams on a CPU: SmolLM2-135M-Instruct with and without, in turns, on what copies or edits, and on text.
 
 One engine answers each set of prompts with drafts and without, greedy, in this order and the other. Told are tokens a
-step, tokens/s by the clock and by CPU, and how often drafts were right. The answers must be the same.
+step, tokens/s by the clock and by CPU, and how often drafts were right. The answers must be the same. `predicted` is
+`edit` with the text that is to be edited as a predicted output, too.
 
     python benchmarks/speculation_cpu.py                    # minutes; fetches the model on first use
+    python benchmarks/speculation_cpu.py --model models/tiny-chat --dtype float32   # asked for what it was trained on
     python benchmarks/speculation_cpu.py --dtype float32 --batch 4
     python benchmarks/speculation_cpu.py --quick            # to see that it runs
 """
@@ -18,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,6 +40,7 @@ from bireme.gguf.folder import model_folder  # noqa: E402
 from bireme.messages import EngineRequest, SamplingParams  # noqa: E402
 from bireme.metrics import Registry  # noqa: E402
 from bireme.settings import SpeculativeConfig  # noqa: E402
+from models.training.chat_world import examples  # noqa: E402
 from tools.real_model import chat_model  # noqa: E402
 
 AIM_TOKENS, AIM_SPEED = 2.5, 0.97  # tokens a step where an answer copies; speed with drafts over without, anywhere
@@ -54,6 +57,7 @@ PASSAGES = (
     " and we will replace the chair at no cost. We enclose the invoice and wish you a busy season.",
 )
 COPIES = [f"Repeat this text exactly, word for word, and write nothing else:\n\n{passage}" for passage in PASSAGES]
+CHANGES = (("Anna Keller", "Maria Stone"), ("quantity", "amount"), ("Lisbon", "Madrid"))
 TEXTS = [
     "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
     "Explain how a bicycle stays upright when it moves.",
@@ -61,7 +65,47 @@ TEXTS = [
     "Give me a recipe for a vegetable soup, step by step.",
 ]
 
-SETS = {"copy": COPIES, "text": TEXTS}
+
+class Prompt(NamedTuple):
+    messages: list[dict[str, str]]
+    prediction: str = ""  # what the answer may hold
+
+
+def asked(text: str, prediction: str = "") -> Prompt:
+    return Prompt([{"role": "user", "content": text}], prediction)
+
+
+def smollm2_sets() -> dict[str, list[Prompt]]:
+    edits = [
+        (f'Rewrite this text, but change "{old}" to "{new}". Keep every other word.\n\n{passage}', passage)
+        for passage, (old, new) in zip(PASSAGES, CHANGES, strict=True)
+    ]
+    return {
+        "copy": [asked(text) for text in COPIES],
+        "edit": [asked(text) for text, _ in edits],
+        "predicted": [asked(text, passage) for text, passage in edits],
+        "text": [asked(text) for text in TEXTS],
+    }
+
+
+def tiny_chat_sets() -> dict[str, list[Prompt]]:
+    """A copy is an answer asked for again, an edit the count after one more or less: its prompts know no other."""
+    copies, edits, predicted = [], [], []
+    for first in range(11, 80, 6):
+        count = ", ".join(map(str, range(first, first + 12)))
+        turn = [
+            {"role": "user", "content": f"Count from {first} to {first + 11}."},
+            {"role": "assistant", "content": count},
+        ]
+        other = f"Count from {first + 2} to {first + 13}."
+        copies.append(Prompt([*turn, turn[0]]))
+        edits.append(Prompt([*turn, {"role": "user", "content": other}]))
+        predicted.append(asked(other, count))
+    stories = [Prompt(task.messages) for task in examples(3, 12, True, ("story",))]
+    return {"copy": copies, "edit": edits, "predicted": predicted, "text": stories}
+
+
+SETS = ("copy", "edit", "predicted", "text")
 
 
 class Run:
@@ -84,20 +128,22 @@ def main() -> None:
     parser.add_argument("--draft", type=int, default=8, help="max_draft_len")
     parser.add_argument("--ngram", type=int, default=3, help="max_matching_ngram_size")
     parser.add_argument("--newest", action="store_true", help="is_use_oldest: false")
-    parser.add_argument("--sets", nargs="+", choices=tuple(SETS), default=list(SETS))
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.tokens = 1, 24
     torch.set_num_threads(options.threads)
     loaded, tokenizer = load(options)
+    is_tiny = options.model is not None and options.model.name == "tiny-chat"
+    sets = tiny_chat_sets() if is_tiny else smollm2_sets()
     rows = [
-        measure(loaded, tokenizer, name, prompts, options) for name, prompts in SETS.items() if name in options.sets
+        measure(loaded, tokenizer, name, prompts, options) for name, prompts in sets.items() if name in options.sets
     ]
     for row in rows:
-        if row["name"] == "copy":
+        if row["name"] != "text":
             told, is_reached = f"{row['tokens_a_step']:.2f}", row["tokens_a_step"] >= AIM_TOKENS
-            print(f"aim: copy: tokens a step {told}, {AIM_TOKENS:g} asked for: {word(is_reached)}")
+            print(f"aim: {row['name']}: tokens a step {told}, {AIM_TOKENS:g} asked for: {word(is_reached)}")
         print(f"aim: {row['name']}: the same tokens as without: {word(row['same'])}")
         gain = row["speed_by_cpu"]
         told = f"{gain:.2f} x the tokens a CPU second of without"
@@ -127,8 +173,8 @@ def load(options: argparse.Namespace) -> tuple[LoadedEngine, Any]:
     return LoadedEngine(context, lambda action: action()), AutoTokenizer.from_pretrained(folder)
 
 
-def measure(loaded: LoadedEngine, tokenizer: Any, name: str, prompts: list[str], options: Any) -> dict[str, Any]:
-    ids = [ids_of(tokenizer, prompt) for prompt in prompts]
+def measure(loaded: LoadedEngine, tokenizer: Any, name: str, prompts: list[Prompt], options: Any) -> dict[str, Any]:
+    ids = [requested(tokenizer, prompt, options.tokens) for prompt in prompts]
     answer_all(loaded, ids, options, False)  # what the first steps prepare counts for neither
     runs: dict[bool, list[Run]] = {True: [], False: []}
     for number in range(options.rounds):
@@ -158,26 +204,26 @@ def measure(loaded: LoadedEngine, tokenizer: Any, name: str, prompts: list[str],
     return row
 
 
-def ids_of(tokenizer: Any, prompt: str) -> list[int]:
-    made = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
+def requested(tokenizer: Any, prompt: Prompt, max_tokens: int) -> EngineRequest:
+    made = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=True)
+    predicted = tokenizer(prompt.prediction, add_special_tokens=False)["input_ids"] if prompt.prediction else []
+    return EngineRequest(
+        prompt=np.array(made["input_ids"], "<i4").tobytes(),
+        prediction=np.array(predicted, "<i4").tobytes(),
+        sampling=SamplingParams(max_tokens=max_tokens),
     )
-    return list(made["input_ids"])
 
 
-def answer_all(loaded: LoadedEngine, prompts: Sequence[list[int]], options: Any, has_drafts: bool) -> Run:
+def answer_all(loaded: LoadedEngine, requests: Sequence[EngineRequest], options: Any, has_drafts: bool) -> Run:
     """Answer so many at once; decode steps alone are counted."""
     core, gate, run = loaded.core, Gate("decode", loaded.capacity, Limits(), b""), Run()
     core._parts.speculation.is_on = has_drafts
-    for begin in range(0, len(prompts), options.batch):
-        some = prompts[begin : begin + options.batch]
+    for begin in range(0, len(requests), options.batch):
+        some = requests[begin : begin + options.batch]
         answers: dict[tuple[int, int], list[int]] = {}
-        for number, ids in enumerate(some):
-            asked = EngineRequest(
-                prompt=np.array(ids, "<i4").tobytes(), sampling=SamplingParams(max_tokens=options.tokens)
-            )
+        for number, one in enumerate(some):
             answers[1, number + 1] = []
-            core.requests.add(loaded.admission.admit((1, number + 1), gate.admit(asked)))
+            core.requests.add(loaded.admission.admit((1, number + 1), gate.admit(one)))
         while any(
             sequence.num_pending > 1 or not sequence.first_token_at for sequence in core.requests.running.values()
         ):
