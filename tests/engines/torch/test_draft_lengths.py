@@ -126,6 +126,14 @@ def test_a_sequence_is_looked_for_drafts_each_step_where_that_pays_and_else_now_
     assert counts[1] > 20  # what comes to repeat itself is noticed
 
 
+def test_a_first_look_that_took_long_keeps_nobody_from_the_next():
+    looks, one = Looks(learned(1)), Sequence()
+    looked_for(looks, one, 1e-3, 1)
+    cold = Looks(learned(1))
+    cold.took(SimpleNamespace(decodes=[one], drafts={}, chunks=[]), 1, 50e-3)
+    assert sum(looked_for(cold, Sequence(predicted=[5]), 1e-3, 1)) > 10
+
+
 def test_what_a_request_predicts_is_looked_for_at_first_whatever_others_gained():
     looks = Looks(learned(1))
     for _ in range(40):

@@ -15,8 +15,9 @@ from bireme.engines.torch.step import Drafting, SchedulerOutput, Sequence
 _REST = 16  # steps of a sequence whose looks do not pay, for each look
 _FADES = 1 / 16  # of what its looks have gained, with each look
 _OF_ALL = 1 / 256  # of all sequences'
+_FEW = 32  # looks that do not tell yet what one takes
 _HOPE = 2.0  # times what a look has to gain, that a sequence begins with at the most: some looks tell
-_OF_TIMES = 1 / 32
+_RISES, _FALLS = 1 / 64, 1 / 4  # what a look usually takes: the first, and others now and then, take many times that
 
 
 class Looks:
@@ -24,6 +25,7 @@ class Looks:
         self._costs = costs
         self._gained = 1.0  # tokens a look, of all sequences
         self._look_s = 0.0  # CPU, of one sequence
+        self._num_looks = 0
         self._least = 0.0  # tokens that a look has to gain
 
     def due(self, most: Mapping[Sequence, int]) -> dict[Sequence, int]:
@@ -48,7 +50,9 @@ class Looks:
 
     def took(self, plan: SchedulerOutput, num: int, seconds: float) -> None:
         """Learn what it took the host to look for so many, before this step."""
-        share = _OF_TIMES if self._look_s else 1.0
+        share = (_FALLS if seconds / num < self._look_s else _RISES) if self._look_s else 1.0
         self._look_s += share * (seconds / num - self._look_s)
         a_token_s = self._costs.usual_s(StepWork.of(plan)) / len(plan.decodes)
-        self._least = self._look_s / a_token_s
+        self._num_looks += 1
+        if self._num_looks >= _FEW:
+            self._least = self._look_s / a_token_s
