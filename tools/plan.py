@@ -124,12 +124,10 @@ def planner_of(settings: PlannerSettings, engines: dict[str, PlannedEngine], pre
 def connector_of(options: argparse.Namespace) -> Connector:
     """Raises ConfigError."""
     stages = stages_of(options)
-    if options.kubernetes and options.aggregated:
-        raise ConfigError("--aggregated: --kubernetes scales what make_manifests.py --apart has written, two stages")
     if options.kubernetes:
         name, _, namespace = options.kubernetes.partition(".")
         return KubernetesWorkloads(
-            KubernetesTarget(name=name, namespace=namespace, openai_key=_key(options.openai_key_file))
+            KubernetesTarget(name=name, namespace=namespace, openai_key=_key(options.openai_key_file)), stages
         )
     if (door := door_of(options)) is None:
         raise ConfigError("--admin: missing; name the launch's admin door (serve.py --admin-port), or --kubernetes")

@@ -71,9 +71,9 @@ class _Refused(msgspec.Struct):
 class KubernetesWorkloads:
     """Connector."""
 
-    def __init__(self, target: KubernetesTarget) -> None:
-        """Raises ConfigError outside of a cluster."""
-        self._target, self._account = target, Path(target.service_account)
+    def __init__(self, target: KubernetesTarget, stages: Sequence[str] = STAGES) -> None:
+        """`stages`: that have workloads. Raises ConfigError outside of a cluster."""
+        self._target, self._account, self._stages = target, Path(target.service_account), stages
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise ConfigError("--kubernetes: KUBERNETES_SERVICE_HOST is not set; run the planner in a pod")
@@ -82,7 +82,7 @@ class KubernetesWorkloads:
         self._paths: dict[str, str] = {}  # of each stage's workload, once it is found
 
     def sizes(self) -> Sizes:
-        return {stage: _size_of(self._workload(stage)) for stage in STAGES}
+        return {stage: _size_of(self._workload(stage)) if stage in self._stages else StageSize() for stage in STAGES}
 
     def pages(self) -> Sequence[SourcePage]:
         """A pod that starts or ends need not answer; another one must."""
@@ -97,7 +97,9 @@ class KubernetesWorkloads:
 
     def scale(self, wanted: Mapping[str, int]) -> list[str]:
         done = []
-        for stage, count in wanted.items():
+        for stage in self._stages:
+            if (count := wanted.get(stage)) is None:
+                continue
             scale = self._decoded(self._call("GET", f"{self._path(stage)}/scale"))
             if scale.spec.replicas == count:
                 continue

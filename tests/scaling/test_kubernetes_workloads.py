@@ -6,6 +6,7 @@ import pytest
 
 from bireme.errors import BiremeError, ConfigError
 from bireme.launch.health_server import SmallHttpServer
+from bireme.scaling.connector import AGGREGATED
 from bireme.scaling.kubernetes_workloads import KubernetesTarget, KubernetesWorkloads
 from tests.discovery.cluster_api import NAMESPACE, endpoint, endpoint_slice
 from tests.scaling.scale_api import ScaleApi
@@ -131,3 +132,12 @@ def test_outside_of_a_cluster_it_is_refused(monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match="run the planner in a pod"):
         KubernetesWorkloads(KubernetesTarget(name=NAME))
+
+
+def test_workers_that_compute_prompts_as_well_are_one_workload(api):
+    del api.workloads["deployments", "pair-prefill"]
+    target = KubernetesTarget(name=NAME, service_account=str(api.account), metrics_port=1, openai_port=1)
+    connector = KubernetesWorkloads(target, AGGREGATED)
+    sizes = connector.sizes()
+    assert (sizes["prefill"].num_workers, sizes["decode"].num_workers) == (0, 1)
+    assert connector.scale({"prefill": 0, "decode": 3}) == ["pair-decode 1 -> 3 replicas"]
