@@ -180,17 +180,18 @@ def best_fixed(run: Callable[[tuple[int, int]], dict[str, Any]], most: int) -> d
     enough = max(row["good_share"] for row in widest) - EQUAL_SHARES
     best: dict[str, Any] | None = None
     for prefill, row in enumerate(widest, 1):
-        if row["good_share"] < enough or (best is not None and prefill >= sum(best["sizes"])):
+        most_decode = most if best is None else min(sum(best["sizes"]) - prefill - 1, most)
+        if row["good_share"] < enough or most_decode < 1:
             continue
         tried = {most: row}
 
         def holds(decode: int, prefill: int = prefill, tried: dict[int, dict[str, Any]] = tried) -> bool:
-            tried[decode] = run((prefill, decode))
+            if decode not in tried:
+                tried[decode] = run((prefill, decode))
             return bool(tried[decode]["good_share"] >= enough)
 
-        found = tried[bisect.bisect_left(range(1, most), True, key=holds) + 1]
-        if best is None or sum(found["sizes"]) < sum(best["sizes"]):
-            best = found
+        if holds(most_decode):  # else no fewer workers than the best's
+            best = tried[bisect.bisect_left(range(1, most_decode), True, key=holds) + 1]
     assert best is not None  # that with the highest share is enough
     return best
 
