@@ -7,6 +7,7 @@ steps have the rows that decode as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
@@ -73,24 +74,16 @@ class AggregatedPlanner(WorkerPlanner):
         return super()._expected_loads(replace(observation, prefill=observation.decode))
 
     def _learn_corrections(self, observation: Observation) -> None:
-        decode, found = observation.decode, self.corrections
-        assert decode is not None and self._lengths is not None
-        is_steady = decode.num_starting == 0 and 0 < decode.num_ready == self._num_ready["decode"]
-        self._num_ready = {"prefill": 0, "decode": decode.num_ready}
-        self._learn_room(observation, {"prefill": is_steady, "decode": is_steady})
-        if not is_steady or (observation.num_requests or 0) < planner._ENOUGH_REQUESTS:
-            return
-        load = Load((observation.num_requests or 0) / observation.interval_s, *self._lengths)
-        engine, count = self._engines["decode"], decode.num_ready
+        """Prompts wait at the workers that compute them."""
+        super()._learn_corrections(replace(observation, prefill=observation.decode))
+
+    def _expected_ms(self, load: Load, num_ready: Mapping[str, int]) -> tuple[float, float]:
+        engine, count = self._engines["decode"], num_ready["decode"]
         if not carries(engine, load, count, planner._STEADY_USE):
-            return
+            return math.inf, math.inf
         rows = rows_of(engine, load, count)
-        if observation.ttft_ms:
-            expected = capacity.expected_ttft_ms(engine, load, count) * ttft_factor(engine, load, rows)
-            found.ttft = planner._smooth(found.ttft, planner._bounded(observation.ttft_ms / expected))
-        if observation.itl_ms:
-            expected = gap_ms(engine, load, count, rows)
-            found.itl = planner._smooth(found.itl, planner._bounded(observation.itl_ms / expected))
+        ttft_ms = capacity.expected_ttft_ms(engine, load, count) * ttft_factor(engine, load, rows)
+        return ttft_ms, gap_ms(engine, load, count, rows)
 
     def _needs_by_table(self, loads: dict[str, Load]) -> tuple[tuple[int, int], str]:
         settings, engine, found = self._settings, self._engines["decode"], self.corrections
@@ -98,7 +91,7 @@ class AggregatedPlanner(WorkerPlanner):
         if (share := planner._EASY_SHARE.get(settings.target)) is not None:
             count = planner._fewest(settings.decode, lambda number: carries(engine, load, number, share))
         else:
-            room = max(self.room.values())
+            room = max(one.workers for one in self.rooms.values())
             count = self._for_sla(load, notes) + round(room)
         why = (
             f"{load.requests_per_s:.2f} requests/s of {load.prompt_tokens:.0f}/{load.output_tokens:.0f} tokens need"
@@ -122,7 +115,7 @@ class AggregatedPlanner(WorkerPlanner):
             rows = rows_of(engine, load, count)
             if not carries(engine, load, count):
                 return False
-            busy = rows + capacity._DEVIATIONS * math.sqrt(rows)
+            busy = capacity.busy_rows(rows)
             correction = found.ttft * ttft_factor(engine, load, rows)
             return (
                 busy <= engine.most_rows(capacity.context_of(load))

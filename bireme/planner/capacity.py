@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bireme.sizing.step_times import StepTimes
 
 LATE_SHARE = 0.001  # of requests that may wait longer than the target
-_DEVIATIONS = 2.0  # above the mean, of requests under way: more are there a fortieth of the time
+_DEVIATIONS = 3.0  # above the mean, of requests under way: more are there a thousandth of the time
 _FULL = 0.95  # a stage above this share of its time has a queue that grows
 
 
@@ -95,7 +95,7 @@ def late_share(engine: PlannedEngine, load: Load, count: int, ttft_ms: float, co
     slack_ms = ttft_ms - service_ms
     if offered >= count or slack_ms < 0:
         return 1.0
-    return waiting_share(offered, count) * math.exp(-(count - offered) * slack_ms / service_ms)
+    return waiting_share(offered, count) * math.exp(-(count - offered) * slack_ms / (service_ms))
 
 
 def decode_rows(engine: PlannedEngine, load: Load, count: int) -> float:
@@ -117,14 +117,18 @@ def expected_itl_ms(engine: PlannedEngine, load: Load, count: int) -> float:
     return engine.decode_ms(rows, context_of(load)) if rows < math.inf else math.inf
 
 
+def busy_rows(rows: float) -> float:
+    """Return the requests under way at a busy moment."""
+    return rows + _DEVIATIONS * math.sqrt(rows)
+
+
 def prefill_fits(engine: PlannedEngine, load: Load, count: int, ttft_ms: float, correction: float) -> bool:
     return late_share(engine, load, count, ttft_ms, correction) <= LATE_SHARE
 
 
 def decode_fits(engine: PlannedEngine, load: Load, count: int, itl_ms: float, correction: float) -> bool:
     """Whether a request's mean gap keeps the target, and those under way have their place, at a busy moment."""
-    rows = decode_rows(engine, load, count)
-    busy = rows + _DEVIATIONS * math.sqrt(rows)
+    busy = busy_rows(decode_rows(engine, load, count))
     context = context_of(load)
     return busy <= engine.most_rows(context) and engine.decode_ms(busy, context) * correction <= itl_ms
 

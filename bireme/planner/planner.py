@@ -7,10 +7,9 @@ the planner holds, and says why. Nothing is started or ended here.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -18,24 +17,22 @@ from bireme.errors import ConfigError
 from bireme.planner import capacity
 from bireme.planner.capacity import Load, PlannedEngine
 from bireme.planner.direction import Direction
+from bireme.planner.load_history import LoadHistory
+from bireme.planner.missed_room import FEW_REQUESTS, MissedRoom
 from bireme.planner.observation import Observation, ScalingDecision, StageObservation
 from bireme.planner.planner_settings import PlannerSettings, StageBounds
 from bireme.planner.predictors import ConstantPredictor, Predictor
 
 _SMOOTHING = 0.3  # weight of an interval's lengths and corrections
 _MOST_CORRECTION = 3.0  # either way
-# A slow engine is slow in every interval, prompts wait in some: for that more workers are no cure, and each that joins
-# has no caches. So of TTFT's corrections so many count, the lower quartile of them.
-_TTFT_INTERVALS, _TTFT_QUANTILE = 30, 0.25
+# A slow engine is slow in every interval, requests wait for others in some: that is what room is for. So of the last
+# corrections so many count, the lower quartile of them.
+_CORRECTED_INTERVALS, _QUANTILE = 30, 0.25
 _ENOUGH_REQUESTS = 10  # for their times to say something
 _STEADY_USE = 0.8  # above, times are the queue's rather than the engine's
+_TOGETHER_SHARE = 0.05  # of an interval's prompts
 _EASY_SHARE = {"throughput": 0.9, "latency": 0.5}  # of what a stage can do at the most
-# An interval's requests that missed a target, from which on a stage gets more room: one or two may be out of reach
-_MISSED_SHARE, _MISSED_REQUESTS = 0.05, 3
-_MOST_ROOM = 4.0  # workers beyond what the table asks for, one more at each such interval
-_ROOM_HALF_LIFE_S = 24 * 3600.0  # bursts of one day come again the next
 _IDLE_INTERVALS = 2  # without any request, before both stages go to their minimum
-_PAUSES_S = 2 * 3600.0  # for so long a load's pauses are known: one that is no longer than those is not its end
 # Target "load"
 _WAITING_PROMPTS = 1.0  # a prefill worker: above, one more; below a quarter of it on all, one less
 _HIGH_KV, _LOW_KV = 0.8, 0.4
@@ -47,6 +44,16 @@ class Corrections:
 
     ttft: float = 1.0
     itl: float = 1.0
+    _ttft: deque[float] = field(default_factory=lambda: deque(maxlen=_CORRECTED_INTERVALS))
+    _itl: deque[float] = field(default_factory=lambda: deque(maxlen=_CORRECTED_INTERVALS))
+
+    def saw_ttft(self, measured_ms: float, expected_ms: float) -> None:
+        self._ttft.append(_bounded(measured_ms / expected_ms))
+        self.ttft = sorted(self._ttft)[int(_QUANTILE * len(self._ttft))]
+
+    def saw_itl(self, measured_ms: float, expected_ms: float) -> None:
+        self._itl.append(_bounded(measured_ms / expected_ms))
+        self.itl = sorted(self._itl)[int(_QUANTILE * len(self._itl))]
 
 
 class WorkerPlanner:
@@ -67,15 +74,15 @@ class WorkerPlanner:
         }
         self.corrections = Corrections()
         self._lengths: tuple[float, float] | None = None  # of prompts and answers
-        self.room = {"prefill": 0.0, "decode": 0.0}  # workers more, where targets were missed
+        self._num_lengths = 0  # requests that these are of
+        self.rooms = {stage: MissedRoom(settings.down_window_s) for stage in ("prefill", "decode")}
         self._num_idle = 0  # intervals, up to the present one
-        self._pauses: deque[tuple[float, int]] = deque()  # when they ended, and their intervals
-        # A burst that is over before a worker can come is nothing to ask for workers by: the mean of so long
-        self._rates: deque[float] = deque(maxlen=self._steps + 1)
+        # A burst that is over before a worker can come is nothing to ask for workers by
+        recent_s = (self._steps + 1) * settings.interval_s
+        self._history = LoadHistory(settings.interval_s, recent_s, settings.reversal_s, settings.down_window_s)
         self._last_at_s = -math.inf
         self._last: tuple[int, int] | None = None  # decided
         self._num_ready = {"prefill": 0, "decode": 0}
-        self._ttft_ratios: deque[float] = deque(maxlen=_TTFT_INTERVALS)
         self._starting_since: dict[str, float] = {}
 
     @property
@@ -113,10 +120,10 @@ class WorkerPlanner:
         assert observation.prefill is not None and observation.decode is not None
         assert observation.num_requests is not None
         self._learn_lengths(observation)
-        self._rates.append(observation.num_requests / observation.interval_s)
-        self._predictor.observe(statistics.fmean(self._rates))
+        self._history.observe(observation.num_requests / observation.interval_s)
+        self._predictor.observe(self._history.per_s)
         notes = self._note_starts(observation, now)
-        self._count_idle(observation, now)
+        self._num_idle = self._num_idle + 1 if self._is_quiet(observation) else 0
         if self._num_idle:
             needs, why = (self._settings.prefill.minimum, self._settings.decode.minimum), "no requests"
         elif self._settings.target == "load":
@@ -142,11 +149,13 @@ class WorkerPlanner:
     # What is learned
 
     def _learn_lengths(self, observation: Observation) -> None:
+        """Of all requests the mean, until an interval's weight is more; one of few says little."""
         if not observation.prompt_tokens or not observation.output_tokens:
             return
-        found = observation.prompt_tokens, observation.output_tokens
-        known = self._lengths or found
-        self._lengths = _smooth(known[0], found[0]), _smooth(known[1], found[1])
+        found, num_requests = (observation.prompt_tokens, observation.output_tokens), observation.num_requests or 1
+        known, self._num_lengths = self._lengths or found, self._num_lengths + num_requests
+        weight = max(_SMOOTHING * min(num_requests / _ENOUGH_REQUESTS, 1), num_requests / self._num_lengths)
+        self._lengths = _smooth(known[0], found[0], weight), _smooth(known[1], found[1], weight)
 
     def _learn_corrections(self, observation: Observation) -> None:
         """By intervals that say what the engine does: enough requests, workers that are warm, no queue."""
@@ -156,29 +165,45 @@ class WorkerPlanner:
             name: stage.num_starting == 0 and 0 < stage.num_ready == self._num_ready[name]
             for name, stage in stages.items()
         }
-        self._num_ready = {name: stage.num_ready for name, stage in stages.items()}
-        self._learn_room(observation, are_steady)
+        num_ready = self._num_ready = {name: stage.num_ready for name, stage in stages.items()}
+        load = Load((observation.num_requests or 0) / observation.interval_s, *self._lengths)
+        self._learn_rooms(observation, load, are_steady)
         if not all(are_steady.values()) or (observation.num_requests or 0) < _ENOUGH_REQUESTS:
             return
-        load = Load((observation.num_requests or 0) / observation.interval_s, *self._lengths)
-        prefill, decode = self._engines["prefill"], self._engines["decode"]
-        found = self.corrections
-        if observation.ttft_ms and capacity.prefill_use(prefill, load, observation.prefill.num_ready) < _STEADY_USE:
-            expected = capacity.expected_ttft_ms(prefill, load, observation.prefill.num_ready)
-            self._ttft_ratios.append(_bounded(observation.ttft_ms / expected))
-            found.ttft = sorted(self._ttft_ratios)[int(_TTFT_QUANTILE * len(self._ttft_ratios))]
-        expected = capacity.expected_itl_ms(decode, load, observation.decode.num_ready)
-        if observation.itl_ms and expected < math.inf:
-            found.itl = _smooth(found.itl, _bounded(observation.itl_ms / expected))
+        ttft_ms, itl_ms = self._expected_ms(load, num_ready)
+        if observation.ttft_ms and ttft_ms < math.inf:
+            self.corrections.saw_ttft(observation.ttft_ms, ttft_ms)
+        if observation.itl_ms and itl_ms < math.inf:
+            self.corrections.saw_itl(observation.itl_ms, itl_ms)
 
-    def _learn_room(self, observation: Observation, are_steady: Mapping[str, bool]) -> None:
-        """What is missed although the sizes are right by the table: bursts within an interval, lengths of all kinds."""
-        for stage, missed in (("prefill", observation.late_share), ("decode", observation.slow_share)):
-            room = self.room[stage]
-            if missed is None or missed <= _MISSED_SHARE:
-                self.room[stage] = room * 0.5 ** (observation.interval_s / _ROOM_HALF_LIFE_S)
-            elif are_steady[stage] and missed * (observation.num_requests or 0) >= _MISSED_REQUESTS:
-                self.room[stage] = min(room + 1, _MOST_ROOM)
+    def _expected_ms(self, load: Load, num_ready: Mapping[str, int]) -> tuple[float, float]:
+        """Return TTFT and ITL by the table; infinite where they would be a queue's."""
+        prefill, decode = self._engines["prefill"], self._engines["decode"]
+        ttft_ms = capacity.expected_ttft_ms(prefill, load, num_ready["prefill"])
+        is_steady = capacity.prefill_use(prefill, load, num_ready["prefill"]) < _STEADY_USE
+        return ttft_ms if is_steady else math.inf, capacity.expected_itl_ms(decode, load, num_ready["decode"])
+
+    def _learn_rooms(self, observation: Observation, load: Load, are_steady: Mapping[str, bool]) -> None:
+        """Count what workers that are warm missed, and a worker more would have held.
+
+        All gaps are those of a batch, so each that is slow counts. A prompt may be late by itself: it is longer than
+        others, or no cache has its beginning. So late ones count where several came together, and where prompts of the
+        mean length would have been late if all of the interval had come at once.
+        """
+        assert observation.prefill is not None
+        settings, num_requests = self._settings, observation.num_requests or 0
+        late, slow = (
+            round((share or 0.0) * num_requests) for share in (observation.late_share, observation.slow_share)
+        )
+        work_ms = num_requests * self._engines["prefill"].prompt_ms(load.prompt_tokens)
+        are_together = late >= max(FEW_REQUESTS, _TOGETHER_SHARE * num_requests)
+        if not are_together or work_ms <= settings.ttft_ms * observation.prefill.num_ready:
+            late = 0
+        if self._engines["decode"].decode_ms(1, capacity.context_of(load)) * self.corrections.itl > settings.itl_ms:
+            slow = 0
+        for stage, missed in (("prefill", late), ("decode", slow)):
+            counted = missed if are_steady[stage] else 0
+            self.rooms[stage].saw(observation.at_s, observation.interval_s, num_requests, counted)
 
     def _note_starts(self, observation: Observation, now: float) -> list[str]:
         """One that never becomes ready counts once, among those that are there: it is not asked for again."""
@@ -197,21 +222,11 @@ class WorkerPlanner:
 
     # What is needed
 
-    def _count_idle(self, observation: Observation, now: float) -> None:
-        if self._is_quiet(observation):
-            self._num_idle += 1
-            return
-        if self._num_idle:
-            self._pauses.append((now, self._num_idle))
-        self._num_idle = 0
-        while self._pauses and self._pauses[0][0] < now - _PAUSES_S:
-            self._pauses.popleft()
-
     @property
     def _is_idle(self) -> bool:
-        """Whether the load has ended: of one with pauses, when nothing came for longer than in any of these."""
-        longest = max((count for _, count in self._pauses), default=0)
-        return self._num_idle >= max(_IDLE_INTERVALS, longest + 1)
+        """Whether the load has ended: nothing came for longer than bursts like those before would be apart."""
+        pause_s = self._num_idle * self._settings.interval_s
+        return self._num_idle >= _IDLE_INTERVALS and pause_s > self._history.longest_pause_s
 
     def _is_quiet(self, observation: Observation) -> bool:
         assert observation.prefill is not None and observation.decode is not None
@@ -244,13 +259,13 @@ class WorkerPlanner:
                 settings.decode, lambda count: capacity.decode_carries(decode, loads["decode"], count, share)
             )
         else:
-            num_prefill = self._prefill_for_sla(loads["prefill"], notes) + round(self.room["prefill"])
-            num_decode = self._decode_for_sla(loads["decode"], notes) + round(self.room["decode"])
+            num_prefill = self._prefill_for_sla(loads["prefill"], notes) + round(self.rooms["prefill"].workers)
+            num_decode = self._decode_for_sla(loads["decode"], notes) + round(self.rooms["decode"].workers)
         load = max(loads.values(), key=lambda one: one.requests_per_s)
         why = (
             f"{load.requests_per_s:.2f} requests/s of {load.prompt_tokens:.0f}/{load.output_tokens:.0f} tokens need"
             f" {num_prefill}+{num_decode} ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f};"
-            f" room {self.room['prefill']:.1f}, {self.room['decode']:.1f})"
+            f" room {self.rooms['prefill'].workers:.1f}, {self.rooms['decode'].workers:.1f})"
         )
         return (num_prefill, num_decode), "; ".join([why, *notes])
 
@@ -339,8 +354,8 @@ def _fewest(bounds: StageBounds, does: Callable[[int], bool]) -> int:
     return next((count for count in range(max(bounds.minimum, 1), bounds.maximum + 1) if does(count)), bounds.maximum)
 
 
-def _smooth(known: float, found: float) -> float:
-    return known + _SMOOTHING * (found - known)
+def _smooth(known: float, found: float, weight: float) -> float:
+    return known + weight * (found - known)
 
 
 def _bounded(correction: float) -> float:

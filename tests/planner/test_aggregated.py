@@ -52,6 +52,21 @@ def test_workers_follow_the_load_and_end_at_the_minimum():
     assert settled(planner, 0.0, 3, busy.decode, first=30).decode == 1
 
 
+def test_prompts_that_wait_in_some_intervals_do_not_make_an_engine_slow():
+    planner = AggregatedPlanner(SETTINGS, ENGINE)
+    for minute in range(1, 41):
+        planner.decide(seen(minute, 5.0, 3, ttft_ms=5000.0 if minute % 3 == 0 else 150.0), 60.0 * minute)
+    assert planner.corrections.ttft < 1.5
+
+
+def test_late_prompts_and_slow_answers_give_room_to_the_same_workers():
+    planner = AggregatedPlanner(SETTINGS, ENGINE)
+    for minute in range(1, 4):
+        decision = planner.decide(seen(minute, 5.0, 3, late_share=0.3, slow_share=0.0), 60.0 * minute)
+    assert planner.rooms["prefill"].workers > 1 > planner.rooms["decode"].workers == 0
+    assert f"room {planner.rooms['prefill'].workers:.1f}" in decision.reason
+
+
 @pytest.mark.parametrize("target", ["throughput", "latency"])
 def test_other_targets_ask_for_no_more_than_a_budget(target):
     settings = msgspec.structs.replace(SETTINGS, target=target, decode=StageBounds(gpus=2))

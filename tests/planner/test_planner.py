@@ -184,17 +184,45 @@ def test_a_pause_no_longer_than_those_before_is_not_the_load_s_end():
     assert found[-2] == found[-1] > (1, 1)
 
 
-@pytest.mark.parametrize(("missed", "more"), [(0.2, True), (0.03, False), (None, False)])
-def test_missed_targets_give_a_stage_more_room(missed, more):
+@pytest.mark.parametrize(("missed", "more"), [(0.02, True), (0.0, False), (None, False)])
+def test_slow_requests_give_decode_more_room(missed, more):
     one = planner()
     played(one, [300] * 3, slow_share=missed)
-    assert (one.room["decode"] > 0) is more and one.room["prefill"] == 0
+    assert (one.rooms["decode"].workers > 0) is more and one.rooms["prefill"].workers == 0
+
+
+def test_slow_requests_are_counted_over_hours_and_against_the_share_that_the_table_allows():
+    few, many = planner(), planner()
+    played(few, [300] * 5, slow_share=1 / 300)
+    played(many, [9000] * 5, begin=(20, 9), slow_share=1 / 9000)
+    assert few.rooms["decode"].workers > 0.9 and many.rooms["decode"].workers == 0
+
+
+def test_no_room_is_made_for_gaps_that_a_request_alone_misses():
+    one = planner(itl_ms=5.0)
+    played(one, [300] * 3, slow_share=1.0)
+    assert one.rooms["decode"].workers == 0
+
+
+@pytest.mark.parametrize(("requests", "missed", "more"), [(300, 0.2, True), (300, 0.01, False), (3, 1.0, False)])
+def test_late_prompts_give_prefill_room_where_they_can_have_waited_for_each_other(requests, missed, more):
+    """Of few prompts each that is late takes so long itself."""
+    one = planner()
+    played(one, [requests] * 3, late_share=missed)
+    assert (one.rooms["prefill"].workers > 0) is more
 
 
 def test_what_cold_workers_miss_gives_no_room():
     one = planner()
     one.decide(seen(60.0, 300, prefill=stage(1, 1), late_share=0.9), 60.0)
-    assert one.room["prefill"] == 0
+    assert one.rooms["prefill"].workers == 0
+
+
+def test_one_long_prompt_says_little_of_those_that_follow():
+    one = planner()
+    before = played(one, [300] * 5)[-1]
+    long = one.decide(seen(360.0, 1, *before, prompt_tokens=16_000.0), 360.0)
+    assert "of 1450/100 tokens" in long.reason
 
 
 def test_a_burst_that_ready_workers_compute_in_time_needs_no_others():
@@ -333,7 +361,7 @@ def test_a_missing_library_is_named_with_its_remedy(monkeypatch):
 def test_a_minimum_of_none_holds_while_nobody_asks_and_the_first_request_brings_one_back(target):
     bounds = StageBounds(minimum=0)
     one = planner(target=target, prefill=bounds, decode=bounds)
-    assert sizes(one.decide(seen(60.0, requests=3), 60.0)) == (1, 1)
+    assert sizes(one.decide(seen(60.0, requests=15), 60.0)) == (1, 1)
     one.decide(seen(120.0, requests=0), 120.0)
     assert sizes(one.decide(seen(180.0, requests=0), 180.0)) == (0, 0)
     asked = seen(240.0, requests=1, prefill=stage(0), decode=stage(0, waiting=1))
