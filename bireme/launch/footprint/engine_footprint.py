@@ -94,11 +94,10 @@ class HeadSizes:
         size = config.size("head_dim", default=max(1, config.size("hidden_size") // heads))
         self._num_bytes = num_bytes
         self._row = 2 * size * config.size("num_key_value_heads", default=heads)
-        self._dtype = config.dtype
 
-    def draft_parts(self, limits: EngineLimits, around: Surroundings) -> DraftParts:
-        size = dtypes.ITEM_BYTES[dtypes.choose("auto", self._dtype, bool(around.gpu_bytes))]
-        return DraftParts(self._num_bytes, 0, 0, (self._row * size,))
+    def draft_parts(self, limits: EngineLimits, around: Surroundings, of_target: str) -> DraftParts:
+        """`of_target`: its dtype."""
+        return DraftParts(self._num_bytes, 0, 0, (self._row * dtypes.ITEM_BYTES[of_target],))
 
 
 class EngineSizes:
@@ -130,7 +129,7 @@ class EngineSizes:
         weights, load = self._weights(dtype, has_decoder, limits, around)
         step = _step_bytes(shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
         if self._draft is not None:  # its passes come before the target's steps, its load after that's
-            drafts = self._draft.draft_parts(limits, around)
+            drafts = self._draft.draft_parts(limits, around, dtype)
             weights, load, step = weights + drafts.weights, max(load, drafts.load), max(step, drafts.step)
             groups = tuple(with_draft(groups, drafts.row_bytes))
         available = CPU_POOL_BYTES
@@ -162,7 +161,7 @@ class EngineSizes:
     def _dtype(self, around: Surroundings) -> str:
         return dtypes.choose(self.config.dtype, self.shape.text.dtype or self.own_dtype, bool(around.gpu_bytes))
 
-    def draft_parts(self, limits: EngineLimits, around: Surroundings) -> DraftParts:
+    def draft_parts(self, limits: EngineLimits, around: Surroundings, of_target: str) -> DraftParts:
         """Return what it takes beside a target that has these limits: its weights are its engine's own."""
         dtype, alone = self._dtype(around), replace(around, shares_weights=False)
         has_decoder = self.shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")

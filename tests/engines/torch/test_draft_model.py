@@ -72,10 +72,10 @@ def test_drafts_of_another_model_change_no_token(tiny, near, name, of_draft):
     settings = {"max_num_tokens": 64, "tokens_per_block": 8}
     with on_modules(name), Harness(model.path, **settings, **drafting(near(of_draft))) as engine:
         speculation = whole(engine)
-        results = [engine.submit(request(prompt)) for prompt in PROMPTS]
-        assert [result.finish.error or result.tokens for result in results] == model.expect(PROMPTS)
+        results = [engine.submit(request(prompt)) for prompt in PROMPTS[:9]]
+        assert [result.finish.error or result.tokens for result in results] == model.expect(PROMPTS[:9])
         tried = sum(result.finish.usage.drafted_tokens for result in results)
-        assert speculation.is_on and tried > 500 and engine.manager.num_referenced == 0
+        assert speculation.is_on and tried > 250 and engine.manager.num_referenced == 0
         assert of_draft != name or 0.1 * tried < num_accepted(results) < 0.95 * tried
 
 

@@ -23,6 +23,8 @@ SAMPLED = {"temperature": 0.8, "seed": 5, "top_p": 0.9}
 SETTINGS = {"max_num_tokens": 32, "tokens_per_block": 8}
 PROMPTS = [np.random.default_rng(3).integers(3, 50, length).tolist() for length in (1, 7, 30, 45, 16, 70, 12, 33)]
 
+FEW = PROMPTS[2:6]
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
@@ -88,15 +90,15 @@ def test_drafts_are_what_the_published_head_says_and_tokens_the_model_s(base, ex
 def test_sampled_streams_that_moved_or_share_a_prefix_say_the_same(base):
     model, head = base
     with Harness(model, **SETTINGS) as plain:
-        asked = [request(prompt, 24, **SAMPLED) for prompt in PROMPTS]
+        asked = [request(prompt, 24, **SAMPLED) for prompt in FEW]
         tokens = plain.run(asked)
     with Harness(model, **SETTINGS, **drafting(head)) as engine:
         speculation = whole(engine)
         assert engine.run(asked) == tokens
         assert engine.run(asked) == tokens  # their prefixes are cached
-        moved = [request(p + own[:9], 24, num_resumed=9, **SAMPLED) for p, own in zip(PROMPTS, tokens, strict=True)]
+        moved = [request(p + own[:9], 24, num_resumed=9, **SAMPLED) for p, own in zip(FEW, tokens, strict=True)]
         assert engine.run(moved) == [own[9:] for own in tokens]
-        assert speculation.is_on and sum(one.finish.usage.drafted_tokens for one in engine.results.values()) > 500
+        assert speculation.is_on and sum(one.finish.usage.drafted_tokens for one in engine.results.values()) > 200
 
 
 def test_preempted_requests_and_blocks_from_host_memory_say_the_same(base, expected):

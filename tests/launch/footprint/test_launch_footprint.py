@@ -213,3 +213,16 @@ def test_a_draft_model_counts_with_its_weights_and_keys_and_values_but_not_in_pr
     assert drafting.num_blocks[0] == alone.num_blocks[0] // 2
     missing = recipe(engine={"speculative_config": kind | {"speculative_model": "no/where"}})
     assert "no/where, which drafts, is not here" in next(LaunchFootprint(missing, MachineMemory(99 * GIB), 4).lines())
+
+
+def test_a_head_counts_with_its_file_and_one_layer_of_keys_and_values(recipe):
+    head = CHECKOUT / "models" / "tiny-chat" / "eagle3"
+    kind = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": str(head)}
+    machine = MachineMemory(99 * GIB)
+    alone, drafting = (
+        LaunchFootprint(recipe(engine=config), machine, 4).workers[0].engine
+        for config in ({}, {"speculative_config": kind})
+    )
+    assert drafting.weights - alone.weights == (head / "model.safetensors").stat().st_size
+    of_a_token = 2 * 2 * 32 * {"bfloat16": 2, "float32": 4}[alone.dtype]  # keys and values of two heads
+    assert drafting.bytes_per_token - alone.bytes_per_token == of_a_token
