@@ -156,8 +156,8 @@ def test_a_weight_is_within_half_a_step_of_its_8_bit_floats(randn, form, is_one)
     assert len(found.scales.unique()) == (1 if is_one else found.scales.numel())
 
 
-def test_few_rows_are_taken_as_they_are_and_more_are_rounded():
-    assert [rounds_activations(WeightForm.FP8_BLOCKS, rows) for rows in (1, 16, 17)] == [False, False, True]
+def test_one_row_is_taken_as_it_is_and_more_are_rounded():
+    assert [rounds_activations(WeightForm.FP8_BLOCKS, rows) for rows in (1, 2)] == [False, True]
     assert not rounds_activations(WeightForm.PLAIN, 99)
 
 

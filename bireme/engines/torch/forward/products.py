@@ -6,7 +6,6 @@
 | plain | 2 to 32, in decode steps | FewRows | kernels/few_rows_linear.py, and cuBLAS's | as they are |
 | plain | others | ManyRows | cuBLAS's | as they are |
 | fp8_channel, fp8_blocks | 1, anywhere | OneRow | kernels/one_row_fp8.py, norms and gate within | as they are |
-| the same | 2 to 16 | FewStoredRows | kernels/few_rows_linear.py | as they are |
 | the same | more | RoundedRows | kernels/rounded_linear.py: torch's, or ours | rounded by norm and gate |
 | int4_groups | 1, anywhere | OneRow | kernels/int4_linear.py, norms and gate within | as they are |
 | the same | 2 to 512 | FewStoredRows | kernels/int4_linear.py | as they are |
@@ -44,8 +43,7 @@ def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) ->
     if rounds_activations(weights.form, rows):
         kind = RoundedRows
     elif weights.form is not WeightForm.PLAIN:
-        is_few = weights.form is not WeightForm.INT4_GROUPS or rows <= MOST_INT4_ROWS
-        kind = OneRow if rows == 1 else FewStoredRows if is_few else ManyRows
+        kind = OneRow if rows == 1 else FewStoredRows if rows <= MOST_INT4_ROWS else ManyRows
     elif is_decode and rows <= MOST_ROWS:
         kind = OneRow if rows == 1 else FewRows
     return kind(weights, x)
@@ -134,6 +132,11 @@ class FewStoredRows(FewRows):
         normed = rms_norm(self._x, layer.attention_norm, self._eps)
         return _few_rows(normed, layer.qkv, bias=layer.qkv_bias)
 
+    def _inner(self, layer: DecoderLayer) -> Tensor:
+        """Two products at once take the registers of both."""
+        normed = rms_norm(self._x, layer.mlp_norm, self._eps)
+        return gate(_few_rows(normed, layer.gate_up), self._is_gelu)
+
     def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         self._add_few(inner, weight, post_norm, bias)
 
@@ -192,4 +195,4 @@ def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
 def _few_rows(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
     if isinstance(weight, Int4Weight):
         return few_rows_int4(x, weight, *given, **how)
-    return few_rows_linear(x, weight if isinstance(weight, Fp8Weight) else plain(weight), *given, **how)
+    return few_rows_linear(x, plain(weight), *given, **how)

@@ -280,8 +280,8 @@ def one_row_int4(
     `tiles`: rows of a tile, blocks of 256 inputs in it, its warps, in place of those chosen.
     """
     width, out = result_of(x, weight, is_gated, add_to)
-    tile_b = min(16, triton.next_power_of_2(triton.cdiv(weight.size, 2 * PLANE)))
-    tile_n, tile_b, num_warps = tiles or (max(1, (32 if is_gated else 64) // tile_b), tile_b, 4)
+    tile_b = min(8, triton.next_power_of_2(triton.cdiv(weight.size, 2 * PLANE)))
+    tile_n, tile_b, num_warps = tiles or (max(1, (16 if is_gated else 32) // tile_b), tile_b, 4)
     _one_row_kernel[(triton.cdiv(width, tile_n),)](
         x,
         weight.values.view(torch.int32),
@@ -320,7 +320,7 @@ def few_rows_int4(
     """
     width, out = result_of(x, weight, is_gated, add_to)
     few = max(16, min(64, triton.next_power_of_2(len(x))))  # more, and the tiles have no room together
-    tile_rows, tile_n, num_warps, num_stages = tiles or (few, 64, 4, 3)
+    tile_rows, tile_n, num_warps, num_stages = tiles or (few, 32 if few == 16 else 64, 4, 4)
     _rows_kernel[(triton.cdiv(len(x), tile_rows), triton.cdiv(width, tile_n))](
         x,
         weight.values,

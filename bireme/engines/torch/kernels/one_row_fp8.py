@@ -173,4 +173,4 @@ def one_row_fp8(
 def _tiles(width: int, words: int, is_gated: bool) -> tuple[int, int, int]:
     """Return the rows and words of a tile, and its warps."""
     tile_j = min(512 if words > 512 else 256, triton.next_power_of_2(words))
-    return min(BLOCK, (1024 if is_gated else 2048) // tile_j), tile_j, 4
+    return min(BLOCK, 1024 // tile_j), tile_j, 4

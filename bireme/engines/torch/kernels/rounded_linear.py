@@ -20,8 +20,8 @@ from bireme.errors import one_line
 
 logger = logging.getLogger("bireme.engines.torch")
 
-FEW_ROWS = 64  # up to which our kernel takes products with blocks
-_STEP = 64  # of rows: cuBLASLt has no product with blocks for some others, whose scales it finds unaligned
+FEW_ROWS = 64  # up to which our kernel is the quicker one, where there are no blocks
+_STEP = 8  # of rows: cuBLASLt has no product with blocks for others, whose scales it finds unaligned
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -142,8 +142,8 @@ def _is_torchs(x: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     if not x.is_cuda or dtype is not torch.bfloat16:
         return False
     if weight.form is WeightForm.FP8_CHANNEL:
-        return True
-    return len(x) > FEW_ROWS and len(x) % _STEP == 0 and _takes_blocks(x.device.index or 0)
+        return len(x) > FEW_ROWS
+    return len(x) % _STEP == 0 and _takes_blocks(x.device.index or 0)
 
 
 @functools.cache
