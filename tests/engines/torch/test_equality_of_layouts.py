@@ -84,6 +84,8 @@ def test_what_stays_on_a_gpu_says_the_same_everywhere(tmp_path, monkeypatch, lay
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     monkeypatch.setattr(storage, "MOST_EXACT_ROWS", 0)  # or a step of one row is computed in another way than others
     form, kind, changes = KEPT[layout]
+    if form is WeightForm.FP8_CHANNEL and torch.cuda.is_available():
+        pytest.skip("float32 keeps no 8-bit floats on a GPU")
     path, _ = write(tmp_path, LAYOUTS[layout], kind, **changes)
     sizes = {"max_seq_len": 24, "max_batch_size": 2, "max_num_tokens": 7, "max_tokens": 4 * 7}
     with Pair(path, 4, 4, **sizes, **PREEMPTING) as pair:

@@ -13,7 +13,7 @@
 
 On a GPU only all projections of all layers in one form stay, or all experts. On a CPU all are dequantized at load, and
 the packed decoder then takes the file's own in place of those that it multiplies (`kept_weights.py`). What is computed
-in, `dtype`, decides nothing of this. The engine's KV names a form that its own products round for: none is taken for
+in, `dtype`, decides nothing of this, but that float32 on a GPU keeps no 8-bit floats. The engine's KV names a form that its own products round for: none is taken for
 another's.
 """
 
@@ -118,8 +118,12 @@ def _open(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) ->
 
 def _fault(skeleton: Any, like: StoredAs, device: torch.device) -> str:
     """Return what speaks against weights of this form in this model on this device; empty: nothing."""
-    no_fp8 = "" if like.form is WeightForm.INT4_GROUPS else kernels.why_no_fp8(device)
-    return no_fp8 or fault_of_shapes(skeleton, like)
+    if like.form is not WeightForm.INT4_GROUPS:
+        if why := kernels.why_no_fp8(device):
+            return why
+        if device.type == "cuda" and next(skeleton.parameters()).dtype is torch.float32:
+            return "dtype is float32, and a GPU's products of 8-bit floats are not as exact as that"
+    return fault_of_shapes(skeleton, like)
 
 
 def _refused(algo: str, why: str) -> ConfigError:
