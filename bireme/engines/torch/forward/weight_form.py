@@ -13,8 +13,8 @@
 
 On a GPU only all projections of all layers in one form stay, or all experts. On a CPU all are dequantized at load, and
 the packed decoder then takes the file's own in place of those that it multiplies (`kept_weights.py`). What is computed
-in, `dtype`, decides nothing of this, but that float32 on a GPU keeps no 8-bit floats. The engine's KV names a form that its own products round for: none is taken for
-another's.
+in, `dtype`, decides nothing of this, but that float32 on a GPU keeps no 8-bit floats. The engine's KV names a form that
+its own products round for: none is taken for another's.
 """
 
 from __future__ import annotations
