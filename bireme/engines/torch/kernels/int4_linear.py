@@ -320,7 +320,7 @@ def few_rows_int4(
     """
     width, out = result_of(x, weight, is_gated, add_to)
     few = max(16, min(64, triton.next_power_of_2(len(x))))  # more, and the tiles have no room together
-    tile_rows, tile_n, num_warps, num_stages = tiles or (few, 32 if few == 16 else 64, 4, 4)
+    tile_rows, tile_n, num_warps, num_stages = tiles or (few, 32 if few == 16 else 64, 4, 4 if few < 64 else 3)
     _rows_kernel[(triton.cdiv(len(x), tile_rows), triton.cdiv(width, tile_n))](
         x,
         weight.values,
