@@ -26,9 +26,10 @@ def quick(monkeypatch):
 
 async def states(reply, number=1):
     """Return the states that a viewer has got, once they are so many."""
-    while len(found := [one for one in reply.events() if one != "[DONE]"]) < number:
-        assert not reply.task.done(), reply.messages
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(60):
+        while len(found := [one for one in reply.events() if one != "[DONE]"]) < number:
+            assert not reply.task.done(), reply.messages
+            await asyncio.sleep(0.005)
     return found
 
 
