@@ -17,7 +17,6 @@ from tests.engines.torch.test_disaggregated import Pair
 from tests.engines.torch.test_tiers import settle
 from tests.engines.torch.torch_harness import Harness, request
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on GPUs: a pass indexes out of bounds there")
 BASE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 8, "intermediate_size": 48, "eos_token_id": 2}
 TAPS = (1, 3, 4)
 SAMPLED = {"temperature": 0.8, "seed": 5, "top_p": 0.9}
@@ -69,6 +68,7 @@ def first_drafts(tokens):
 def test_drafts_are_what_the_published_head_says_and_tokens_the_model_s(base, expected):
     model, head = base
     with Harness(model, **SETTINGS, **drafting(head, "Eagle")) as engine:
+        assert "modules" not in engine.capacity.step_paths  # a vocabulary of 50 tokens can be compared, too
         speculation, seen = whole(engine), {}
         propose = speculation.drafter.propose
 

@@ -132,11 +132,6 @@ def load_head(setup: Setup, target: StepModel) -> LoadedHead | None:
     if speculation is None or speculation.decoding_type not in EAGLE or setup.context.stage == "prefill":
         return None
     key, folder = "speculative_config.speculative_model", Path(speculation.speculative_model or "")
-    if setup.device.type == "cuda":
-        kind = speculation.decoding_type
-        raise ConfigError(
-            f"speculative_config.decoding_type: {kind} fails on a GPU in this version; use NGram or DraftTarget there"
-        )
     if not folder.is_dir():
         raise ConfigError(f"{key}: {folder} does not exist; name the head's folder")
     if window := group_layers(target.geometry)[0].window:

@@ -95,6 +95,11 @@ class Modules:
             self._make_step = partial(KernelStep, flash=flash or FlashAttention(), scales=store.scales)
 
     @property
+    def vocab_size(self) -> int:
+        """Ids that it has embeddings of."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
+    @property
     def layers(self) -> Any:
         """Of a decoder as Llama's."""
         return self._model.model.layers

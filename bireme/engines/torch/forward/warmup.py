@@ -99,7 +99,7 @@ def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:
 
 def _check_resident(resident: ResidentDecode, on: FirstPasses, number: int) -> None:
     modules, builder, weights = on.forward.modules, on.forward.builder, resident.decoder.weights
-    with _checked(on.manager, on.limits, number, _tokens_to_check(weights)) as (sequence, count):
+    with _checked(on, number, _tokens_to_check(weights)) as (sequence, count):
         prompt = builder.build(SchedulerOutput(chunks=[(sequence, count)]))
         expected = on.findings.logits(_named(f"prompt of {count}", number), lambda: modules.compute(prompt))
         _compare("logits of a prompt are", expected, resident.decoder.compute(prompt), _most_error(weights, on.store))
@@ -127,12 +127,13 @@ def check_verifying(verifying: ResidentDecode, on: FirstPasses) -> None:
 def _check_verifying(verifying: ResidentDecode, on: FirstPasses, number: int) -> None:
     modules, builder, weights = on.forward.modules, on.forward.builder, verifying.decoder.weights
     row = Row(SamplingParams(), [], (), (), verifying.vocab_size)
-    with _checked(on.manager, on.limits, number, _tokens_to_check(weights)) as (sequence, count):
+    with _checked(on, number, _tokens_to_check(weights)) as (sequence, count):
         modules.compute(builder.build(SchedulerOutput(chunks=[(sequence, count)])))
         _go_on(sequence, count)
         length = min(on.limits.max_draft_len, on.limits.max_seq_len - count - 1)
         on.manager.grow(sequence.table, count + 1 + length, count)
-        plan = SchedulerOutput(decodes=[sequence], drafts={sequence: list(range(5, 5 + length))})
+        drafts = [at % modules.vocab_size for at in range(5, 5 + length)]
+        plan = SchedulerOutput(decodes=[sequence], drafts={sequence: drafts})
         if not plan.drafts[sequence]:
             return
         what = _named(f"step with a draft of {length} after {count}", number)
@@ -151,7 +152,7 @@ def check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses) ->
 def _check_mixed(mixed: MixedSteps, resident: ResidentDecode, on: FirstPasses, number: int) -> None:
     modules, builder, weights = on.forward.modules, on.forward.builder, resident.decoder.weights
     row = Row(SamplingParams(), [], (), (), resident.vocab_size)
-    with _checked(on.manager, on.limits, number, _tokens_to_check(weights)) as (sequence, count):
+    with _checked(on, number, _tokens_to_check(weights)) as (sequence, count):
         plans = {
             _named(f"prompt of {count}", number): SchedulerOutput(chunks=[(sequence, count)]),
             _named(f"decode step after {count}", number): SchedulerOutput(decodes=[sequence]),
@@ -172,7 +173,7 @@ def check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses)
 
 
 def _check_packed(decoder: PackedDecoder, builder: BatchBuilder, on: FirstPasses, number: int) -> None:
-    with _checked(on.manager, on.limits, number) as (sequence, count):
+    with _checked(on, number) as (sequence, count):
         plans = {
             "prompt": SchedulerOutput(chunks=[(sequence, count)]),
             "prompt's rest": SchedulerOutput(chunks=[(sequence, count - count // 2)]),
@@ -208,17 +209,17 @@ def _named(what: str, number: int) -> str:
 
 
 @contextlib.contextmanager
-def _checked(
-    manager: BlockManager, limits: EngineLimits, number: int, most: int = _CHECKED_TOKENS
-) -> Iterator[tuple[Sequence, int]]:
+def _checked(on: FirstPasses, number: int, most: int = _CHECKED_TOKENS) -> Iterator[tuple[Sequence, int]]:
     """Give a prompt with blocks for one token more, and its length; free the blocks, also after a failed check.
 
     `number`: of the prompt, of several.
     """
+    manager, limits = on.manager, on.limits
     room = min(spec.num_blocks for spec in manager.groups) * manager.tokens_per_block
     count = max(1, min(most, limits.max_num_tokens, limits.max_seq_len - 2, room - 1))
     sequence = _sequence(manager, 0, count)
-    sequence.tokens = [(7 + number) * at % 97 for at in range(count)]
+    # On a GPU an id beyond the vocabulary does not raise: it is the end of the device's context.
+    sequence.tokens = [(7 + number) * at % min(97, on.forward.modules.vocab_size) for at in range(count)]
     manager.grow(sequence.table, count + 1, 0)
     try:
         yield sequence, count
