@@ -135,7 +135,7 @@ class LoadedEngine:
                 pictures=pictures.store,
                 speculation=open_speculation(
                     context.config.speculative_config,
-                    _open_drafter(draft, forward, manager) if draft is not None else None,
+                    _open_drafter(draft, model, forward, manager) if draft is not None else None,
                     manager,
                     context.metrics,
                     costs,
@@ -246,12 +246,12 @@ def _open_pools(
 
 
 def _open_drafter(
-    draft: LoadedDraft | LoadedHead, forward: Forward, manager: BlockManager
+    draft: LoadedDraft | LoadedHead, model: StepModel, forward: Forward, manager: BlockManager
 ) -> DraftModel | EagleDrafter:
     num_blocks, limits = manager.groups[0].num_blocks, draft.setup.limits
     if isinstance(draft, LoadedHead):
         passes = draft.open(forward, num_blocks)
-        rows: Sampler[RequestKey] = Sampler(passes.vocab_size, draft.setup.device)
+        rows: Sampler[RequestKey] = Sampler(passes.vocab_size, draft.setup.device, draw=model.draw_rows())
         return EagleDrafter(passes, rows, num_blocks, limits.tokens_per_block, limits.max_seq_len)
     of_draft = draft.open(num_blocks)
     sampler: Sampler[RequestKey] = Sampler(draft.model.vocab_size, draft.setup.device, draw=draft.model.draw_rows())

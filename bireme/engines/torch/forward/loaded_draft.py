@@ -101,7 +101,7 @@ def _own_limits(setup: Setup, checkpoint: Checkpoint) -> Any:
     own = min(asked, longest_sequence(checkpoint.text_config) or asked)
     if own < asked:
         logger.info("drafts_limited reason=the draft model was made for %d tokens: none beyond these", own)
-    return replace(setup.limits, max_seq_len=own, max_num_tokens=min(setup.limits.max_num_tokens, asked))
+    return replace(setup.limits, max_seq_len=own, max_draft_len=0)  # it verifies no drafts
 
 
 def _open(name: str, config: EngineConfig, setup: Setup, target: StepModel) -> Checkpoint:

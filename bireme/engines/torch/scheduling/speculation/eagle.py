@@ -52,7 +52,7 @@ class EagleDrafter:
 
     def observe(self, plan: SchedulerOutput, batch: Batch) -> None:
         """Take in a step of the model whose tokens have been delivered."""
-        positions = batch.positions[0].tolist()
+        positions = batch.positions.flatten(0, -2)[0].tolist()
         followers: dict[OpenSequence, DraftedSequence] = {}
         taken: dict[OpenSequence, list[int]] = {}
         for sequence, rows in _rows_of(plan).items():
@@ -103,6 +103,7 @@ class EagleDrafter:
         drafted: dict[OpenSequence, list[int]] = {one: [] for one in ready}
         for one, follower in ready.items():
             held = follower.own.computed
+            follower.own.table.blocks[0] = one.table.blocks[0][follower.base // self._size :]
             self._blocks.forget(follower.own.table.blocks[0], held, held + most[one])
         going = self._draw(ready, drafted)
         while going := {one: follower for one, follower in going.items() if len(drafted[one]) < most[one]}:
@@ -135,7 +136,8 @@ class EagleDrafter:
         for own, count in plan.chunks:
             own.computed += count
         for at, own in enumerate(ended):
-            followers[own].hidden, followers[own].logits = rows[at : at + 1], logits[at : at + 1]
+            # Views would hold the whole pass's for as long as one sequence rests
+            followers[own].hidden, followers[own].logits = rows[at : at + 1].clone(), logits[at : at + 1].clone()
 
     def _draw(
         self, going: Mapping[OpenSequence, DraftedSequence], drafted: dict[OpenSequence, list[int]]
