@@ -93,9 +93,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from bireme.engines.torch.kernels import int4_linear
 
-def build(kernel, types, constants, stages=3):
+def build(kernel, types, constants, stages=3, target=90):
     source = ASTSource(kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": stages})
+    return compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 4, "num_stages": stages})
 
 bf16, fp16, u8, i32 = "*bf16", "*fp16", "*u8", "i32"
 own = {"K": 4096, "PLANE": 128}
@@ -108,6 +108,9 @@ for group in (32, 128):
         tiles = {"GROUP": group, "TILE_N": width, "TILE_ROWS": rows, "IS_GPU": True, "PRECISION": "tf32"}
         built = build(int4_linear._rows_kernel, types | {"weight": u8, "rows": i32}, own | how | tiles, stages)
         assert built.metadata.shared <= 227 << 10, built.metadata.shared  # of a Hopper's multiprocessor
+ampere = own | how | {"GROUP": 128, "TILE_N": 32, "TILE_ROWS": 16, "IS_GPU": True, "PRECISION": "tf32"}
+rows_types = types | {"weight": u8, "rows": i32}
+build(int4_linear._rows_kernel, rows_types, ampere | {"CHAINED": False}, target=80)
 exact = {"TILE_N": 64, "TILE_ROWS": 64, "GROUP": 128, "IS_GPU": False, "PRECISION": "ieee"}
 types |= dict.fromkeys(("x", "bias", "out"), "*fp32") | {"weight": u8, "rows": i32}
 built = build(int4_linear._rows_kernel, types, own | how | exact)

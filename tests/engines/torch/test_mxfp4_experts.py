@@ -116,7 +116,7 @@ for kernel, floats, constants, warps in (
     signature = {name: kinds[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature=signature, constexprs=constants)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 3})
-    assert ("mul.rn.bf16x2" in made.asm["ptx"]) is ("values" in kernel.arg_names)
+    assert ("fma.rn.bf16x2" in made.asm["ptx"]) is ("values" in kernel.arg_names)
 """
 
 

@@ -16,7 +16,7 @@ def as_bfloat16(x, IS_GPU: tl.constexpr) -> tl.tensor:
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 p, q, s, t, f;
+            .reg .b32 p, q, s, t, f, z;
             prmt.b32 p, $2, 0, 0x1404;
             prmt.b32 q, $2, 0, 0x3424;
             and.b32 s, p, 0x7f007f00;
@@ -26,8 +26,9 @@ def as_bfloat16(x, IS_GPU: tl.constexpr) -> tl.tensor:
             lop3.b32 p, p, 0x80008000, s, 0xea;
             lop3.b32 q, q, 0x80008000, t, 0xea;
             mov.b32 f, 0x7b807b80;
-            mul.rn.bf16x2 $0, p, f;
-            mul.rn.bf16x2 $1, q, f;
+            mov.b32 z, 0x80008000;
+            fma.rn.bf16x2 $0, p, f, z;
+            fma.rn.bf16x2 $1, q, f, z;
             }
             """,
             "=r,=r,r",

@@ -19,7 +19,7 @@ def low_values(codes, IS_GPU: tl.constexpr) -> tl.tensor:
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 x, p, q, s, t, f;
+            .reg .b32 x, p, q, s, t, f, z;
             shl.b32 x, $2, 4;
             shl.b32 t, $2, 2;
             and.b32 t, t, 0x1c1c1c1c;
@@ -33,8 +33,9 @@ def low_values(codes, IS_GPU: tl.constexpr) -> tl.tensor:
             lop3.b32 p, p, 0x80008000, s, 0xea;
             lop3.b32 q, q, 0x80008000, t, 0xea;
             mov.b32 f, 0x7e807e80;
-            mul.rn.bf16x2 $0, p, f;
-            mul.rn.bf16x2 $1, q, f;
+            mov.b32 z, 0x80008000;
+            fma.rn.bf16x2 $0, p, f, z;
+            fma.rn.bf16x2 $1, q, f, z;
             }
             """,
             "=r,=r,r",
@@ -53,7 +54,7 @@ def high_values(codes, IS_GPU: tl.constexpr) -> tl.tensor:
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 x, p, q, s, t, f;
+            .reg .b32 x, p, q, s, t, f, z;
             shr.u32 t, $2, 2;
             and.b32 t, t, 0x1c1c1c1c;
             lop3.b32 x, $2, 0x80808080, t, 0xea;
@@ -66,8 +67,9 @@ def high_values(codes, IS_GPU: tl.constexpr) -> tl.tensor:
             lop3.b32 p, p, 0x80008000, s, 0xea;
             lop3.b32 q, q, 0x80008000, t, 0xea;
             mov.b32 f, 0x7e807e80;
-            mul.rn.bf16x2 $0, p, f;
-            mul.rn.bf16x2 $1, q, f;
+            mov.b32 z, 0x80008000;
+            fma.rn.bf16x2 $0, p, f, z;
+            fma.rn.bf16x2 $1, q, f, z;
             }
             """,
             "=r,=r,r",

@@ -128,14 +128,15 @@ def _values(w, zero, HIGH: tl.constexpr, IS_GPU: tl.constexpr) -> tl.tensor:
         values = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 p, q, s;
+            .reg .b32 p, q, s, m;
             shr.u32 s, $2, 4;
             prmt.b32 p, s, 0, 0x4140;
             prmt.b32 q, s, 0, 0x4342;
             lop3.b32 p, p, 0x000f000f, 0x43004300, 0xea;
             lop3.b32 q, q, 0x000f000f, 0x43004300, 0xea;
-            sub.rn.bf16x2 $0, p, $3;
-            sub.rn.bf16x2 $1, q, $4;
+            mov.b32 m, 0xbf80bf80;
+            fma.rn.bf16x2 $0, $3, m, p;
+            fma.rn.bf16x2 $1, $4, m, q;
             }
             """,
             "=r,=r,r,r,r",
@@ -148,13 +149,14 @@ def _values(w, zero, HIGH: tl.constexpr, IS_GPU: tl.constexpr) -> tl.tensor:
         values = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 p, q;
+            .reg .b32 p, q, m;
             prmt.b32 p, $2, 0, 0x4140;
             prmt.b32 q, $2, 0, 0x4342;
             lop3.b32 p, p, 0x000f000f, 0x43004300, 0xea;
             lop3.b32 q, q, 0x000f000f, 0x43004300, 0xea;
-            sub.rn.bf16x2 $0, p, $3;
-            sub.rn.bf16x2 $1, q, $4;
+            mov.b32 m, 0xbf80bf80;
+            fma.rn.bf16x2 $0, $3, m, p;
+            fma.rn.bf16x2 $1, $4, m, q;
             }
             """,
             "=r,=r,r,r,r",
