@@ -185,7 +185,7 @@ class EngineSizes:
         count, size = self.parameters, dtypes.ITEM_BYTES[dtype]
         tables = _table_bytes(self.shape, limits) if has_decoder else 0
         plain = count.total * size + tables
-        own, kept = self.own_dtype, self._kept(has_decoder, around)
+        own, kept = self.own_dtype, self._kept(has_decoder, around, dtype)
         if around.gpu_bytes:
             saved = kept.products * size - kept.product_bytes
             return plain - (saved or self._rounded_bytes(size)), 0
@@ -200,16 +200,19 @@ class EngineSizes:
         """Return whether the files are mapped as the model's weights, which take no memory of their own then."""
         return self.files is not None and self.own_dtype == dtype
 
-    def _kept(self, has_decoder: bool, around: Surroundings) -> KeptBytes:
+    def _kept(self, has_decoder: bool, around: Surroundings, dtype: str) -> KeptBytes:
         """Return what stays as the files have it: projections of dense layers, or on a GPU gpt-oss' experts."""
         told, shape, is_gpu = self.shape.text.block("quantization_config"), self.shape, bool(around.gpu_bytes)
         if not has_decoder or not around.keeps_weights or self.config.quant_config.quant_algo == NO_QUANT:
             return KeptBytes()
         if is_gpu and (values := _kept_experts(shape, told)):
             return KeptBytes(products=values, product_bytes=values // 2 + values // _MXFP4_GROUP)
-        size = kept_item_bytes(told, is_gpu)
+        size = kept_item_bytes(told, is_gpu, dtype)
+        if not is_gpu and self.config.load_format == "dummy":  # weights in few bits are made up on GPUs alone
+            return KeptBytes()
         if size is None or shape.num_experts:
-            return KeptBytes() if is_gpu else self._blocks
+            own = replace(self._blocks, products=0, product_bytes=0) if shape.num_experts else self._blocks
+            return KeptBytes() if is_gpu else own
         return KeptBytes(products=self.parameters.products, product_bytes=round(self.parameters.products * size))
 
     def _rounded_bytes(self, size: int) -> int:

@@ -17,6 +17,8 @@ from bireme.launch.footprint.config_fields import ConfigFields
 
 _Told = Mapping[str, Any]
 _BLOCK = [128, 128]
+_WITH_INDEX = ("group", "dynamic", True)  # compressed-tensors' actorder whose files have an order of inputs
+_FP8 = 1.0  # bytes; on a GPU alone
 _CPU_GROUP = 32  # of integers: groups are multiples of it
 
 
@@ -45,15 +47,16 @@ def _bytes_of(weights: Mapping[str, Weight], name: str) -> int | None:
     return weights[name].parts[0].num_bytes if are_kept(weights, [name]) else None
 
 
-def kept_item_bytes(told: ConfigFields | None, is_gpu: bool) -> float | None:
+def kept_item_bytes(told: ConfigFields | None, is_gpu: bool, dtype: str) -> float | None:
     """Return the bytes of a projection's weight, with its share of scales; None: it is dequantized.
 
-    `told`: config.json's quantization_config.
+    `told`: config.json's quantization_config. `dtype`: that is computed in.
     """
     if told is None:
         return None
     read = _METHODS.get(str(told.tree.get("quant_method")))
-    return None if read is None else read(told.tree, is_gpu)
+    found = None if read is None else read(told.tree, is_gpu)
+    return None if found == _FP8 and dtype == "float32" else found
 
 
 def _awq(told: _Told, is_gpu: bool) -> float | None:
@@ -65,32 +68,38 @@ def _gptq(told: _Told, is_gpu: bool) -> float | None:
 
 
 def _fp8(told: _Told, is_gpu: bool) -> float | None:
-    return 1.0 if is_gpu and told.get("weight_block_size") in (None, _BLOCK) else None
+    return _FP8 if is_gpu and told.get("weight_block_size") in (None, _BLOCK) else None
 
 
 def _fbgemm(told: _Told, is_gpu: bool) -> float | None:
-    return 1.0 if is_gpu else None
+    return _FP8 if is_gpu else None
 
 
 def _modelopt(told: _Told, is_gpu: bool) -> float | None:
-    return 1.0 if is_gpu and told.get("quant_algo") == "FP8" else None
+    return _FP8 if is_gpu and told.get("quant_algo") == "FP8" else None
 
 
 def _compressed(told: _Told, is_gpu: bool) -> float | None:
-    weights = _weights_of_only_group(told)
+    weights = _weights_of_groups(told)
     strategy, bits = weights.get("strategy"), weights.get("num_bits", 8)
     if weights.get("type") == "float":
         is_kept = strategy in ("tensor", "channel") or weights.get("block_structure") == _BLOCK
-        return 1.0 if is_gpu and is_kept else None
-    if bits != 4 or weights.get("actorder"):
+        return _FP8 if is_gpu and is_kept else None
+    if bits != 4 or weights.get("actorder") in _WITH_INDEX:
         return None
     return _int4_bytes({"group": weights.get("group_size"), "channel": -1}.get(str(strategy)), is_gpu)
 
 
-def _weights_of_only_group(told: _Told) -> _Told:
+def _weights_of_groups(told: _Told) -> _Told:
+    """Return what all groups say of their weights; nothing where they differ."""
     groups = told.get("config_groups")
-    found = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    return found[0] if len(found) == 1 and isinstance(found[0], dict) else {}
+    found = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    first = found[0] if found else None
+    return first if isinstance(first, dict) and all(one == first for one in found) else {}
 
 
 _METHODS = {  # by quantization_config.quant_method
