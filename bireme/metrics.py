@@ -169,7 +169,7 @@ TABLE: dict[str, MetricSpec] = {
         _gauge(
             "bireme_weights_form",
             "1 for what the torch engine keeps the layers' projections in: plain (the model's dtype), fp8_channel, "
-            "fp8_blocks, mxfp4 (a mixture's experts alone), and on a CPU a GGUF file's q4_0, q4_1, q8_0.",
+            "fp8_blocks, int4_groups, mxfp4 (a mixture's experts alone), and on a CPU a GGUF file's q4_0, q4_1, q8_0.",
             "form",
         ),
         _gauge(

@@ -9,6 +9,7 @@ from bireme.sizing.step_times import StepTimes
 
 LATE_SHARE = 0.001  # of requests that may wait longer than the target
 _DEVIATIONS = 3.0  # above the mean, of requests under way: more are there a thousandth of the time
+_LEAST_MS = 1e-6  # of a step, by a table that says 0
 _FULL = 0.95  # a stage above this share of its time has a queue that grows
 
 
@@ -43,7 +44,7 @@ class PlannedEngine:
             chunk = min(left, self.max_num_tokens)
             ms += self.times.step_ms(0, chunk, prompts=0 if context else 1, tokens_times_context=chunk * context)
             left, context = left - chunk, context + chunk
-        return ms
+        return max(ms, _LEAST_MS)
 
     def packed_prompt_ms(self, num_tokens: float) -> float:
         """Return a prompt's share of steps that are full."""
@@ -54,7 +55,7 @@ class PlannedEngine:
         return self.times.step_ms(0, together * size, prompts=together) / together
 
     def decode_ms(self, rows: float, context: float) -> float:
-        return self.times.step_ms(max(math.ceil(rows), 1), context=round(max(rows, 1) * context))
+        return max(self.times.step_ms(max(math.ceil(rows), 1), context=round(max(rows, 1) * context)), _LEAST_MS)
 
     def most_rows(self, context: float) -> int:
         return max(min(self.max_batch_size, int(self.kv_tokens / max(context, 1))), 1)
@@ -95,7 +96,7 @@ def late_share(engine: PlannedEngine, load: Load, count: int, ttft_ms: float, co
     slack_ms = ttft_ms - service_ms
     if offered >= count or slack_ms < 0:
         return 1.0
-    return waiting_share(offered, count) * math.exp(-(count - offered) * slack_ms / (service_ms))
+    return waiting_share(offered, count) * math.exp(-(count - offered) * slack_ms / service_ms)
 
 
 def decode_rows(engine: PlannedEngine, load: Load, count: int) -> float:

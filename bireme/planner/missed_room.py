@@ -13,7 +13,7 @@ from bireme.planner.capacity import LATE_SHARE
 
 FEW_REQUESTS = 3  # fewer may have missed a target for reasons of their own
 _MOST_WORKERS = 4.0
-_HALF_LIFE_S = 24 * 3600.0  # bursts of one day come again the next
+_HALF_LIFE_S = 24 * 3600.0  # of intervals with requests: bursts of one day come again the next
 
 
 @dataclass(slots=True)

@@ -69,7 +69,12 @@ def _kept(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) ->
     algo = config.quant_config.quant_algo
     own, names, why = _as_stored(checkpoint, config, device)
     named = own or form_named(checkpoint.told or {})
-    if algo and (named is None or named.algo != algo or (own is None and kernels.is_usable(device))):
+    if algo and own is None and named is not None and named.algo == algo and kernels.is_usable(device):
+        raise ConfigError(
+            f"quant_config.quant_algo: {algo!r}; the checkpoint is so, and can't stay: {why}; remove it, or set"
+            f" {NO_QUANT}, to have it dequantized"
+        )
+    if algo and (named is None or named.algo != algo):
         raise ConfigError(
             f"quant_config.quant_algo: {algo!r}; the checkpoint is quantized already, and is not rounded once more;"
             " remove it, or use an unquantized checkpoint"

@@ -140,7 +140,9 @@ def _read_bitsandbytes(told: _Told, heads: _Heads) -> list[StoredTensor]:
 METHODS: dict[str, Method] = {  # by quantization_config.quant_method
     "fp8": Method("FP8, a scale a tensor or a block (128 x 128)", "DeepSeek, transformers", _read_fp8),
     "fbgemm_fp8": Method("FP8, a scale a row", "FBGEMM, transformers", _read_fbgemm),
-    "compressed-tensors": Method("FP8, a scale a tensor, a row or a block", "llm-compressor", read_compressed_tensors),
+    "compressed-tensors": Method(
+        "FP8, 8 and 4 bits, a scale a tensor, row, group or block", "llm-compressor", read_compressed_tensors
+    ),
     "modelopt": Method("FP8, a scale a tensor", "NVIDIA ModelOpt", _read_modelopt),
     "mxfp4": Method("MXFP4 experts", "gpt-oss", _read_mxfp4),
     "gptq": Method("4 and 8 bits in groups, act-order included", "GPTQModel, AutoGPTQ", _read_gptq),
