@@ -123,8 +123,6 @@ class WorkerPlanner:
         self._history.observe(observation.num_requests / observation.interval_s)
         self._predictor.observe(self._history.per_s)
         notes = self._note_starts(observation, now)
-        if self._settings.target == "load":  # else the corrections learn by what was ready before
-            self._num_ready = {"prefill": observation.prefill.num_ready, "decode": observation.decode.num_ready}
         self._num_idle = self._num_idle + 1 if self._is_quiet(observation) else 0
         if self._num_idle:
             needs, why = (self._settings.prefill.minimum, self._settings.decode.minimum), "no requests"
@@ -220,6 +218,8 @@ class WorkerPlanner:
                     notes.append(
                         f"{stage.num_starting} {name} not ready for {now - since:.0f} s: counted, not asked for again"
                     )
+            if self._settings.target == "load":  # else corrections are learned by what was ready before
+                self._num_ready[name] = stage.num_ready
         return notes
 
     # What is needed

@@ -203,17 +203,24 @@ class EngineSizes:
     def _kept(self, has_decoder: bool, around: Surroundings, dtype: str) -> KeptBytes:
         """Return what stays as the files have it: projections of dense layers, or on a GPU gpt-oss' experts."""
         told, shape, is_gpu = self.shape.text.block("quantization_config"), self.shape, bool(around.gpu_bytes)
-        if not has_decoder or not around.keeps_weights or self.config.quant_config.quant_algo == NO_QUANT:
+        if not has_decoder or not self._keeps(around):
             return KeptBytes()
         if is_gpu and (values := _kept_experts(shape, told)):
             return KeptBytes(products=values, product_bytes=values // 2 + values // _MXFP4_GROUP)
         size = kept_item_bytes(told, is_gpu, dtype)
-        if not is_gpu and self.config.load_format == "dummy":  # weights in few bits are made up on GPUs alone
-            return KeptBytes()
         if size is None or shape.num_experts:
-            own = replace(self._blocks, products=0, product_bytes=0) if shape.num_experts else self._blocks
-            return KeptBytes() if is_gpu else own
+            return KeptBytes() if is_gpu else self._kept_blocks()
         return KeptBytes(products=self.parameters.products, product_bytes=round(self.parameters.products * size))
+
+    def _keeps(self, around: Surroundings) -> bool:
+        """Return whether weights may stay. In few bits they are made up on GPUs alone."""
+        is_made_up = self.config.load_format == "dummy"
+        is_asked = around.keeps_weights and self.config.quant_config.quant_algo != NO_QUANT
+        return is_asked and (bool(around.gpu_bytes) or not is_made_up)
+
+    def _kept_blocks(self) -> KeptBytes:
+        """Return what stays of a GGUF file; of layers with experts nothing does."""
+        return replace(self._blocks, products=0, product_bytes=0) if self.shape.num_experts else self._blocks
 
     def _rounded_bytes(self, size: int) -> int:
         """Return what quant_config saves on a GPU of weights of so many bytes each."""

@@ -69,22 +69,28 @@ def _kept(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) ->
     algo = config.quant_config.quant_algo
     own, names, why = _as_stored(checkpoint, config, device)
     named = own or form_named(checkpoint.told or {})
-    if algo and own is None and named is not None and named.algo == algo and kernels.is_usable(device):
-        raise ConfigError(
-            f"quant_config.quant_algo: {algo!r}; the checkpoint is so, and can't stay: {why}; remove it, or set"
-            f" {NO_QUANT}, to have it dequantized"
-        )
-    if algo and (named is None or named.algo != algo):
-        raise ConfigError(
-            f"quant_config.quant_algo: {algo!r}; the checkpoint is quantized already, and is not rounded once more;"
-            " remove it, or use an unquantized checkpoint"
-        )
+    if algo:
+        _check_own(algo, named, why if own is None and kernels.is_usable(device) else "")
     if own is None:
         if kernels.is_usable(device):
             logger.info("weights_not_kept reason=%s", why)
         return checkpoint
     logger.info("weights_kept form=%s algo=%s tensors=%d", own.form, own.algo, len(names))
     return stored_as(checkpoint, own, names)
+
+
+def _check_own(algo: str, named: StoredAs | None, why: str) -> None:
+    """`named`: what the checkpoint is. `why` it can't stay so; empty: it may. Raises ConfigError."""
+    if named is None or named.algo != algo:
+        raise ConfigError(
+            f"quant_config.quant_algo: {algo!r}; the checkpoint is quantized already, and is not rounded once more;"
+            " remove it, or use an unquantized checkpoint"
+        )
+    if why:
+        raise ConfigError(
+            f"quant_config.quant_algo: {algo!r}; the checkpoint is so, and can't stay: {why}; remove it, or set"
+            f" {NO_QUANT}, to have it dequantized"
+        )
 
 
 def _as_stored(
