@@ -19,8 +19,8 @@ def test_a_module_is_kept_with_its_asserts_rewritten(tmp_path, pytestconfig):
 
 
 def test_modules_are_those_that_the_run_collects(pytestconfig, monkeypatch):
-    monkeypatch.setattr(pytestconfig, "args", ["tests/planner", "tests/text/test_stop.py::test_it", "tests/services"])
+    monkeypatch.setattr(pytestconfig, "args", ["tests/planner", "tests/text/test_stop.py::test_it", "tests/clients"])
     monkeypatch.setattr(pytestconfig.option, "markexpr", "not server and not soak")
     found = {str(module.relative_to(pytestconfig.rootpath)) for module in modules_of(pytestconfig)}
     assert {"tests/planner/test_planner.py", "tests/text/test_stop.py"} <= found
-    assert not any(name.startswith("tests/services") or not name.endswith(".py") for name in found)
+    assert not any(name.startswith("tests/clients") or not name.endswith(".py") for name in found)
