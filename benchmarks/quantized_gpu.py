@@ -42,7 +42,6 @@ from bireme.config import CudaGraphConfig, EngineConfig, KvCacheConfig, Limits, 
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
 from bireme.engines.torch.kernels import (
-    few_rows_linear,
     int4_linear,
     one_row_fp8,
     one_row_linear,
@@ -318,7 +317,6 @@ def check_products(device: torch.device) -> None:
         exact = restored(rows, its) @ whole.t() + bias.float()
         found = {
             "one row": (partial(one_row_fp8.one_row_fp8, x[:1], weight, None, norm, 1e-5, is_gated=True), gated),
-            "few rows": (partial(few_rows_linear.few_rows_linear, x[:9], weight), x[:9].float() @ whole.t()),
             "rounding": (lambda rows=rows, its=its: restored(rows, its), restored(*rounded(inner.to(dtype), form))),
             "ours": (partial(rounded_linear.ours, rows, its, weight, dtype, bias), exact),
         }
@@ -366,7 +364,6 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Wei
     if is_quick:
         for form in forms:
             yield f"{form} 1 row", 1, form, one_row_fp8.one_row_fp8
-            yield f"{form} 3 rows", 3, form, few_rows_linear.few_rows_linear
             yield f"{form} 20 rows rounded", 20, form, taken(rounded_linear.ours)
         yield from int4_cases((1, 3, 20))
         return
@@ -379,7 +376,6 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Wei
         for form in forms:
             yield f"{form} {rows} rows torch rounded", rows, form, taken(rounded_linear.torchs)
             if rows <= 64:
-                yield f"{form} {rows} rows few", rows, form, few_rows_linear.few_rows_linear
                 yield f"{form} {rows} rows ours rounded", rows, form, taken(rounded_linear.ours)
     for rows in (32, 128, 2048):  # what rounds, beside what is there anyway
         for form in forms:

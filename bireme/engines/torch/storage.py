@@ -213,13 +213,6 @@ def plain(weight: Weight) -> Tensor:
     return weight
 
 
-def parts_of(weight: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None, int]:
-    """Return what kernels take: values, scales, and the size of blocks (0: none)."""
-    if not isinstance(weight, Fp8Weight):
-        return plain(weight), None, 0
-    return weight.values, weight.scales, BLOCK if weight.form is WeightForm.FP8_BLOCKS else 0
-
-
 def rounds_activations(form: WeightForm, rows: int) -> bool:
     """Whether the product of so many rows rounds them to E4M3."""
     return form in (WeightForm.FP8_CHANNEL, WeightForm.FP8_BLOCKS) and rows > MOST_EXACT_ROWS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
-from bireme.engines.torch.kernels import few_rows_linear, one_row_fp8, rounded_linear, row_wise
+from bireme.engines.torch.kernels import one_row_fp8, rounded_linear, row_wise
 from bireme.engines.torch.storage import BLOCK, Fp8Weight, WeightForm, form_of, restored, rounded, rounds_activations
 from bireme.engines.torch.weights.stored_linear import round_into as _round
 from tests.engines.torch import kernel_references as references
@@ -38,26 +38,18 @@ def stored(weight, form, is_one=False):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("is_gated", "is_gelu"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_rows_as_they_are_are_multiplied_as_in_plain_torch(randn, form, is_gated, is_gelu, rows):
-    x, norm, bias = randn(rows, 160), randn(160), None if is_gated else randn(144)
+def test_a_row_as_it_is_is_multiplied_as_in_plain_torch(randn, form, is_gated, is_gelu):
+    x, norm, bias = randn(1, 160), randn(160), None if is_gated else randn(144)
     weight = stored(randn(512 if is_gated else 144, 160), form)
-    add_to = None if is_gated else randn(rows, 144)
+    add_to = None if is_gated else randn(1, 144)
     whole = weight.dequantized()
-    if rows == 1:
-        expected = references.one_row_linear(x, whole, bias, norm, 1e-5, is_gated, is_gelu, add_to)
-        found = one_row_fp8.one_row_fp8(x, weight, bias, norm, 1e-5, is_gated, is_gelu, add_to)
-        exact = x.bfloat16(), norm.bfloat16()  # read as words
-        expected_too = references.one_row_linear(
-            exact[0].float(), whole, bias, exact[1].float(), 1e-5, is_gated, is_gelu
-        )
-        found_too = one_row_fp8.one_row_fp8(exact[0], weight, bias, exact[1], 1e-5, is_gated, is_gelu)
-        close(found_too.float(), expected_too, atol=0.05, rtol=0.01)
-    else:
-        expected = references.few_rows_linear(x, whole, is_gated, is_gelu, add_to)
-        expected = expected if bias is None else expected + bias
-        found = few_rows_linear.few_rows_linear(x, weight, is_gated, is_gelu, add_to, bias)
+    expected = references.one_row_linear(x, whole, bias, norm, 1e-5, is_gated, is_gelu, add_to)
+    found = one_row_fp8.one_row_fp8(x, weight, bias, norm, 1e-5, is_gated, is_gelu, add_to)
     close(found, expected, atol=2e-4, rtol=1e-4)
+    exact = x.bfloat16(), norm.bfloat16()  # read as words
+    expected = references.one_row_linear(exact[0].float(), whole, bias, exact[1].float(), 1e-5, is_gated, is_gelu)
+    found = one_row_fp8.one_row_fp8(exact[0], weight, bias, exact[1], 1e-5, is_gated, is_gelu)
+    close(found.float(), expected, atol=0.05, rtol=0.01)
 
 
 def test_a_channel_s_scale_loses_less_than_that_of_its_largest_value_and_cuts_nothing_off(randn):
@@ -165,7 +157,7 @@ COMPILE = """
 import subprocess, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from bireme.engines.torch.kernels import few_rows_linear, one_row_fp8, rounded_linear, row_wise
+from bireme.engines.torch.kernels import one_row_fp8, rounded_linear, row_wise
 
 def build(kernel, types, constants, warps, stages=3):
     source = ASTSource(kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
@@ -177,9 +169,6 @@ for block in (0, 128):
     types = {"x": bf16, "weight": "*i32", "bias": fp32, "norm": bf16, "scales": fp32, "out": bf16, "eps": "fp32"}
     one = own | {"TILE_N": 2, "TILE_J": 512, "HAS_BIAS": False, "HAS_NORM": True, "IS_ADDED": False}
     build(one_row_fp8._fp8_kernel, types | {"N": i32}, one, 4)
-    types = {"x": bf16, "weight": fp8, "bias": fp8, "scales": fp32, "out": bf16, "rows": i32, "N": i32}
-    few = own | {"PAD_ROWS": 16, "TILE_N": 64, "TILE_K": 128, "IS_SCALED": True, "HAS_BIAS": False, "IS_ADDED": False}
-    build(few_rows_linear._rows_kernel, types, few | {"PRECISION": "tf32"}, 4, 4)
     types = {"x": fp8, "x_scales": fp32, "weight": fp8, "scales": fp32, "bias": bf16, "out": bf16}
     types |= {"rows": i32, "N": i32}
     tiles = {"K": 4096, "TILE_ROWS": 128, "TILE_N": 128, "TILE_K": 128, "BLOCK": block, "HAS_BIAS": True}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.tiles import four, result_of, store_result, stored_how
-from bireme.engines.torch.storage import BLOCK, Fp8Weight, parts_of
+from bireme.engines.torch.storage import BLOCK, Fp8Weight, WeightForm
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -146,7 +146,7 @@ def one_row_fp8(
     """x (1, K), weight (N, K), K a multiple of four -> (1, N), as `one_row_linear`. The row is taken as it is."""
     size = x.shape[1]
     width, out = result_of(x, weight, is_gated, add_to)
-    values, scales, block = parts_of(weight)
+    values, scales, block = weight.values, weight.scales, BLOCK if weight.form is WeightForm.FP8_BLOCKS else 0
     tile_n, tile_j, num_warps = _tiles(width, size // 4, is_gated)
     _fp8_kernel[(triton.cdiv(width, tile_n),)](
         x,
