@@ -104,7 +104,7 @@ types = {"weight": "*i32", "scales": fp16, "zeros": u8, "x": bf16, "bias": bf16,
 for group in (32, 128):
     tiles = {"GROUP": group, "TILE_N": 2, "TILE_B": 16, "HAS_NORM": True}
     build(int4_linear._one_row_kernel, types | {"norm": bf16, "eps": "fp32"}, own | how | tiles)
-    for rows, width, stages in ((16, 32, 4), (32, 64, 4), (64, 64, 3)):
+    for rows, width, stages in ((16, 32, 4), (32, 64, 4), (64, 64, 3))[: group // 32]:
         tiles = {"GROUP": group, "TILE_N": width, "TILE_ROWS": rows, "IS_GPU": True, "PRECISION": "tf32"}
         built = build(int4_linear._rows_kernel, types | {"weight": u8, "rows": i32}, own | how | tiles, stages)
         assert built.metadata.shared <= 227 << 10, built.metadata.shared  # of a Hopper's multiprocessor
