@@ -21,6 +21,57 @@ _ROWS = 64  # of a tile's product: its tokens times the query heads of a KV head
 Ints = npt.NDArray[np.int32]
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def over_tiles(
+    q,  # (M, PAD_K) of tokens and heads
+    keys,
+    values,
+    own_table,  # the sequence's block ids
+    positions,  # (M,) of the rows' tokens
+    length,  # of the sequence, its last token included
+    begin,
+    end,
+    N,
+    kv_head,
+    scaling,
+    softcap,
+    window,
+    K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAD_K: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_GPU: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return the largest scores (M,), the sums of weights (M,) and of weighted values (M, PAD_K) of tiles of keys."""
+    k, t = tl.arange(0, PAD_K), tl.arange(0, TILE)
+    largest = tl.full([q.shape[0]], -1e30, tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    sums = tl.zeros([q.shape[0], PAD_K], tl.float32)
+    for tile in range(begin, end):
+        at = tile * TILE + t
+        is_there = at < length
+        block = tl.load(own_table + at // BLOCK_SIZE, is_there, 0)
+        rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
+        key = tl.load(keys + rows[None, :] * K + k[:, None], is_there[None, :] & (k < K)[:, None], 0.0)
+        score = tl.dot(q, as_computed(key, q, IS_GPU), input_precision=PRECISION) * scaling
+        if HAS_SOFTCAP:
+            score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
+        ahead = at[None, :] - positions[:, None]
+        is_seen = (ahead <= 0) & (ahead > -window) & is_there[None, :]
+        score = tl.where(is_seen, score, -1e30)
+        new_largest = tl.maximum(largest, tl.max(score, 1))
+        weight = tl.where(is_seen, tl.exp(score - new_largest[:, None]), 0.0)
+        shrink = tl.exp(largest - new_largest)
+        value = tl.load(values + rows[:, None] * K + k[None, :], is_there[:, None] & (k < K)[None, :], 0.0)
+        value = as_computed(value, q, IS_GPU)
+        sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        total = total * shrink + tl.sum(weight, 1)
+        largest = new_largest
+    return largest, total, sums
+
+
 @triton.jit(do_not_specialize=["query_stride", "table_stride", "window"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
 def _chunk_kernel(
     query,  # (R, ..., K), of which the first H heads
@@ -53,36 +104,18 @@ def _chunk_kernel(
     G: tl.constexpr = H // N
     count = tl.load(own + 1)
     if count > 0:
-        m, k, t = tl.arange(0, TOKENS * PAD_G), tl.arange(0, PAD_K), tl.arange(0, TILE)
+        m, k = tl.arange(0, TOKENS * PAD_G), tl.arange(0, PAD_K)
         token, g = m // PAD_G, m % PAD_G
         position = tl.load(own + 3)
         is_own = ((token < count) & (g < G))[:, None] & (k < K)[None, :]
         row, head = tl.load(own).to(tl.int64) + token, kv_head * G + g
         q = tl.load(query + row[:, None] * query_stride + head[:, None] * K + k[None, :], is_own, 0.0)
         own_table = table + tl.load(own + 2).to(tl.int64) * table_stride
-        largest = tl.full([TOKENS * PAD_G], -1e30, tl.float32)
-        total = tl.zeros([TOKENS * PAD_G], tl.float32)
-        sums = tl.zeros([TOKENS * PAD_G, PAD_K], tl.float32)
-        for tile in range(tl.maximum(0, position + 1 - window) // TILE, tl.cdiv(position + count, TILE)):
-            at = tile * TILE + t
-            is_there = at < position + count
-            block = tl.load(own_table + at // BLOCK_SIZE, is_there, 0)
-            rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
-            key = tl.load(keys + rows[None, :] * K + k[:, None], is_there[None, :] & (k < K)[:, None], 0.0)
-            score = tl.dot(q, as_computed(key, q, IS_GPU), input_precision=PRECISION) * scaling
-            if HAS_SOFTCAP:
-                score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
-            ahead = at[None, :] - (position + token)[:, None]
-            is_seen = (ahead <= 0) & (ahead > -window) & is_there[None, :]
-            score = tl.where(is_seen, score, -1e30)
-            new_largest = tl.maximum(largest, tl.max(score, 1))
-            weight = tl.where(is_seen, tl.exp(score - new_largest[:, None]), 0.0)
-            shrink = tl.exp(largest - new_largest)
-            value = tl.load(values + rows[:, None] * K + k[None, :], is_there[:, None] & (k < K)[None, :], 0.0)
-            value = as_computed(value, q, IS_GPU)
-            sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-            total = total * shrink + tl.sum(weight, 1)
-            largest = new_largest
+        begin, end = tl.maximum(0, position + 1 - window) // TILE, tl.cdiv(position + count, TILE)
+        largest, total, sums = over_tiles(
+            q, keys, values, own_table, position + token, position + count, begin, end, N, kv_head, scaling, softcap,
+            window, K, BLOCK_SIZE, PAD_K, TILE, HAS_SOFTCAP, PRECISION, IS_GPU,
+        )  # fmt: skip
         largest, total, sums = with_sinks(sinks, head, g < G, largest, total, sums, HAS_SINKS)
         total = tl.where(token < count, total, 1.0)
         to = out + (row[:, None] * H + head[:, None]) * K + k[None, :]

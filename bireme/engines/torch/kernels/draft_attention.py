@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.geometry import UNSCALED, KvScales
+from bireme.engines.torch.kernels.chunk_attention import over_tiles
 from bireme.engines.torch.kernels.decode_attention import (
     Ints,
     Scratch,
@@ -23,7 +24,6 @@ from bireme.engines.torch.kernels.decode_attention import (
     share_out,
     tile_of,
 )
-from bireme.engines.torch.kernels.kept_rows import as_computed
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.kernels.paged_decode import precision, with_sinks
 
@@ -73,7 +73,7 @@ def _draft_kernel(
     used = tl.load(own + 6)
     wait(CHAINED)
     if used > 0:
-        m, k, t = tl.arange(0, TOKENS * PAD_G), tl.arange(0, PAD_K), tl.arange(0, TILE)
+        m, k = tl.arange(0, TOKENS * PAD_G), tl.arange(0, PAD_K)
         token, g = m // PAD_G, m % PAD_G
         first_row, position, number = tl.load(own), tl.load(own + 2), tl.load(own + 5)
         second_row, count = tl.load(own + 7), tl.load(own + 8)
@@ -82,29 +82,10 @@ def _draft_kernel(
         is_element = is_own[:, None] & (k < K)[None, :]
         q = tl.load(query + row[:, None] * query_stride + head[:, None] * K + k[None, :], is_element, 0.0)
         own_table = table + tl.load(own + 1).to(tl.int64) * table_stride
-        largest = tl.full([TOKENS * PAD_G], -1e30, tl.float32)
-        total = tl.zeros([TOKENS * PAD_G], tl.float32)
-        sums = tl.zeros([TOKENS * PAD_G, PAD_K], tl.float32)
-        for tile in range(tl.load(own + 3), tl.load(own + 4)):
-            at = tile * TILE + t
-            is_there = at < position + count
-            block = tl.load(own_table + at // BLOCK_SIZE, is_there, 0)
-            rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
-            key = tl.load(keys + rows[None, :] * K + k[:, None], is_there[None, :] & (k < K)[:, None], 0.0)
-            score = tl.dot(q, as_computed(key, q, IS_GPU), input_precision=PRECISION) * scaling
-            if HAS_SOFTCAP:
-                score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
-            ahead = at[None, :] - (position + token)[:, None]
-            is_seen = (ahead <= 0) & (ahead > -window) & is_there[None, :]
-            score = tl.where(is_seen, score, -1e30)
-            new_largest = tl.maximum(largest, tl.max(score, 1))
-            weight = tl.where(is_seen, tl.exp(score - new_largest[:, None]), 0.0)
-            shrink = tl.exp(largest - new_largest)
-            value = tl.load(values + rows[:, None] * K + k[None, :], is_there[:, None] & (k < K)[None, :], 0.0)
-            value = as_computed(value, q, IS_GPU)
-            sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-            total = total * shrink + tl.sum(weight, 1)
-            largest = new_largest
+        largest, total, sums = over_tiles(
+            q, keys, values, own_table, position + token, position + count, tl.load(own + 3), tl.load(own + 4), N,
+            kv_head, scaling, softcap, window, K, BLOCK_SIZE, PAD_K, TILE, HAS_SOFTCAP, PRECISION, IS_GPU,
+        )  # fmt: skip
         if number == used - 1:
             largest, total, sums = with_sinks(sinks, head, is_own, largest, total, sums, HAS_SINKS)
         has_seen = total > 0  # of a part some rows may see nothing
