@@ -40,7 +40,8 @@ def test_a_request_is_counted_and_its_way_is_drawn(live):
 
 
 def plans(page):
-    return [row.text for row in page.all("#live-plans li")]
+    # At once: rows are made anew with each plan
+    return page.run("return [...document.querySelectorAll('#live-plans li')].map((row) => row.innerText)")
 
 
 def test_what_a_planner_decides_is_shown_with_its_reason_as_it_comes_the_newest_first(live):
