@@ -127,10 +127,17 @@ def test_sampled_streams_are_the_same_whether_there_is_room_for_drafts_or_not(se
 
 def test_preempted_streams_of_several_priorities_say_the_same(server, expected):
     before = total(server, "bireme_preemptions_total", worker="decode")
-    run = Run(server, PROMPTS, priority=[at % 3 / 2 for at in range(len(PROMPTS))])
-    assert run.join() == expected
-    until(lambda: total(server, "bireme_preemptions_total", worker="decode") > before, 30, "preemptions are told")
-    until(lambda: is_idle(server), 30, "nothing left behind")
+
+    def was_preempted():
+        return total(server, "bireme_preemptions_total", worker="decode") > before
+
+    for _ in range(6):  # on a busy machine prompts may come one after the other
+        run = Run(server, PROMPTS, priority=[at % 3 / 2 for at in range(len(PROMPTS))])
+        assert run.join() == expected
+        until(lambda: is_idle(server), 30, "nothing left behind")
+        if was_preempted():
+            break
+    until(was_preempted, 30, "preemptions are told")
 
 
 def test_what_was_drafted_comes_back_from_host_memory_right(server, expected):
