@@ -1,23 +1,26 @@
 """Deployments of tiny-llama that several test modules share, so that few servers start.
 
-A module that uses one leaves it idle and alive. `ENGINE_text` answer as fast as they can; `ENGINE_paced` make a token
-in 20 ms, so that streams are long enough to be cancelled and killed. With `_pair` they are disaggregated.
+A module that uses one leaves it idle and alive. A server that does not answer all the same is told and replaced, as a
+launch would: the test that met it fails, and no other. `ENGINE_text` answer as fast as they can; `ENGINE_paced` make a
+token in 20 ms, so that streams are long enough to be cancelled and killed. With `_pair` they are disaggregated.
 """
 
 from __future__ import annotations
 
-import functools
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bireme.launch import Server
+from bireme.errors import BiremeError
+from bireme.launch import Server, processes
 from tests.contract import stand_in_workers
 from tests.servers import start_server
 
 CONTEXT = 512  # tokens, of `ENGINE_text`
 STEP_MS = 20
+_PATIENT_S = 60.0  # one that is only busy has answered by then
 LEASE_S = 3.0  # of the prompts that a pair's prefill holds
 
 _TEXT = {
@@ -35,15 +38,36 @@ Start = Callable[[str], Server]
 
 @contextmanager
 def starting(model: Path, write_recipe: Callable[..., Path]) -> Iterator[Start]:
-    """Return a function: name of a deployment -> its server, which runs until the end of the block."""
+    """Return a function: name of a deployment -> its server, which runs until the end of the block or its own."""
+    servers: dict[str, Server] = {}
     with ExitStack() as stack:
 
-        @functools.cache
         def start(name: str) -> Server:
-            env = {"BIREME_KEY": "ab" * 32}  # as serve.py sets it: not a file that can be deleted
-            return stack.enter_context(start_server(write_recipe(model, **recipe_of(name)), env=env))
+            if name in servers and not _answers(servers[name]):
+                warnings.warn(f"{name} does not answer and is replaced\n{_state(servers[name])}", stacklevel=1)
+                servers.pop(name).kill()
+            if name not in servers:
+                env = {"BIREME_KEY": "ab" * 32}  # as serve.py sets it: not a file that can be deleted
+                servers[name] = stack.enter_context(start_server(write_recipe(model, **recipe_of(name)), env=env))
+            return servers[name]
 
         yield start
+
+
+def _answers(server: Server) -> bool:
+    with suppress(BiremeError):
+        return bool(server.admin.metrics_text(_PATIENT_S))
+    return False
+
+
+def _state(server: Server) -> str:
+    """What its threads wait for, and the end of its log."""
+    lines = [f"exit code {server.returncode}"]
+    for thread in sorted(Path(f"/proc/{server.pid}/task").glob("*")):
+        with suppress(OSError):  # it has ended
+            told = [(thread / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
+            lines.append(" ".join((thread.name, processes.state(int(thread.name)), *told)))
+    return "\n".join([*lines, server.tail()])
 
 
 def recipe_of(name: str, migration_limit: int = 3) -> dict[str, Any]:

@@ -43,6 +43,6 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server(kind: str, shared: Start) -> Server:
     return shared(KINDS[kind])
