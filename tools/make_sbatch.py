@@ -172,7 +172,13 @@ def _shared(options: argparse.Namespace, number: int) -> list[str]:
 
 
 def _only(stage: str, recipe: Recipe) -> list[str]:
-    """Return what has a server run no more than one worker of a stage; "": all of its recipe."""
+    """Return what has a server run no more than one worker of a stage; "": all of its recipe. Raises ConfigError."""
+    if stage and stage not in recipe.workers:
+        there = ", ".join(recipe.workers)
+        raise ConfigError(
+            f"--stage {stage}: {recipe.folder} has no {stage} workers, but {there}; where decode computes prompts as"
+            " well, plan.py takes --aggregated"
+        )
     replicas = [f"workers.{one}.replicas={int(one == stage)}" for one in STAGES if one in recipe.workers]
     return ["--openai-port", "0", *(word for setting in replicas for word in ("--set", setting))] if stage else []
 

@@ -176,6 +176,9 @@ def _key(path: str) -> str:
 def step_times(options: argparse.Namespace, settings: PlannerSettings) -> dict[str, StepTimes]:
     """Return those of each stage; {}: the target needs none. Raises ConfigError."""
     recipe = load_recipe(options.recipe, add_settings("", options.set)) if options.recipe else None
+    if recipe is not None and (recipe.workers.get("prefill") is None) != bool(options.aggregated):
+        remedy = "leave --aggregated out" if options.aggregated else "decode computes prompts as well: say --aggregated"
+        raise ConfigError(f"--recipe {options.recipe}: it has {', '.join(recipe.workers)} workers; {remedy}")
     found = {}
     for stage, named in (("prefill", options.prefill_times or options.times), ("decode", options.times)):
         if stage not in stages_of(options):

@@ -104,6 +104,21 @@ def test_the_program_advises_and_changes_nothing(launch, door, settings, capsys)
     assert not run_folder.must_sleep(launch.folder, "decode")
 
 
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (
+            ["--recipe=recipes/mocker"],
+            "recipes/mocker: it has decode workers; decode computes prompts as well: say --agg",
+        ),
+        (["--recipe=recipes/mocker-disagg", "--aggregated"], "it has prefill, decode workers; leave --aggregated out"),
+    ],
+)
+def test_a_recipe_of_the_other_layout_is_refused(door, settings, capsys, arguments, told):
+    code, said = run(door, settings, *arguments, capsys=capsys)
+    assert code == plan.WRONG and told in said.err
+
+
 def test_the_program_acts_and_logs(launch, door, settings, tmp_path, capsys):
     log = tmp_path / "decisions.jsonl"
     options = (settings, "--recipe=recipes/mocker-disagg", "--intervals=2", f"--log={log}")

@@ -4,6 +4,7 @@ Engines are mockers, and TensorRT-LLM's stand-ins where they span nodes.
 """
 
 import contextlib
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -176,56 +177,84 @@ def test_prefill_and_decode_over_two_nodes_each_serve_together(slurm, first_port
     assert "0 restarts are used up; sbatch it again" in log.read_text()
 
 
-MOCKERS = (
-    "--set=workers.prefill.engine_config.mocker.prefill_ms=150",  # of 4 prompts a second two workers can't do all
-    "--set=workers.decode.engine_config.mocker.step_ms=20",
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A stage that a planner has grow and shrink, of mockers two of which can't do all of 4 requests a second."""
+
+    stage: str
+    recipe: str
+    mockers: tuple[str, ...]
+    bounds: dict[str, dict[str, int]]  # of planner.yaml
+    more: tuple[str, ...] = ()  # options of the planner
+
+
+PREFILL = Planned(
+    "prefill",
+    "mocker-disagg",
+    ("workers.prefill.engine_config.mocker.prefill_ms=150", "workers.decode.engine_config.mocker.step_ms=20"),
+    {"decode": {"maximum": 1}},
 )
-PLANNED = {
+DECODE = Planned(
+    "decode",
+    "mocker-disagg",
+    ("workers.decode.engine_config.mocker.step_ms=20", "workers.decode.engine_config.mocker.step_ms_per_request=30"),
+    {"prefill": {"maximum": 1}},
+)
+BOTH = Planned(
+    "decode",
+    "mocker",
+    ("workers.decode.engine_config.mocker.prefill_ms=150", "workers.decode.engine_config.mocker.step_ms=20"),
+    {},
+    ("--aggregated",),
+)
+SETTINGS = {
     "ttft_ms": 600, "itl_ms": 100, "max_gpus": 4, "interval_s": 5, "start_s": 10, "reversal_s": 0, "down_window_s": 5,
-    "decode": {"maximum": 1},
 }  # fmt: skip
 
 
-def planner_of(slurm, first_port, options):
-    (slurm.folder / "planner.yaml").write_text(json.dumps(PLANNED))
+def settings_words(planned):
+    return [f"--set={setting}" for setting in planned.mockers]
+
+
+def planner_of(slurm, first_port, planned, name, options):
+    (slurm.folder / f"{name}.yaml").write_text(json.dumps(SETTINGS | planned.bounds))
     command = [
         *(sys.executable, str(CHECKOUT / "tools" / "plan.py"), f"--admin=http://127.0.0.1:{first_port + 5}"),
-        *(f"--admin-key-file={slurm.folder}/joined/admin.key", f"--settings={slurm.folder}/planner.yaml"),
-        *(
-            "--recipe=recipes/mocker-disagg",
-            *MOCKERS,
-            f"--slurm={shlex.join(options)}",
-            f"--launches={slurm.folder}/planned",
-        ),
+        *(f"--admin-key-file={slurm.folder}/{name}-joined/admin.key", f"--settings={slurm.folder}/{name}.yaml"),
+        *(f"--recipe=recipes/{planned.recipe}", *settings_words(planned), *planned.more),
+        *(f"--slurm={shlex.join(options)}", f"--launches={slurm.folder}/{name}-logs"),
     ]
-    with (slurm.folder / "plan.log").open("wb") as log:
+    with (slurm.folder / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=slurm.environment)
 
 
-def planned_jobs(slurm):
-    """Return name -> state of the planner's jobs, but for those that are over."""
+def jobs_of(slurm, name):
+    """Return name -> state of a planner's jobs, but for those that are over."""
     lines = slurm.ask("squeue", "--noheader", "--format=%j %T").splitlines()
-    return {name: state for name, state in map(str.split, lines) if name.startswith("planned-")}
+    return {job: state for job, state in map(str.split, lines) if job.startswith(f"{name}-")}
 
 
-def test_a_planner_starts_jobs_of_one_worker_as_the_load_grows_and_has_them_drain_once_it_is_over(slurm):
+@pytest.mark.parametrize("planned", [PREFILL, DECODE, BOTH], ids=["prefill", "decode", "aggregated"])
+def test_a_planner_s_jobs_of_one_worker_come_as_load_grows_and_drain_once_it_is_over(slurm, request, planned):
+    name = f"planned-{request.node.callspec.id}"
     first_port = next(port for port in iter(free_port, None) if port % 50 == 0)  # of 50 that nobody else has
-    joined = ("--join", str(slurm.folder / "joined"), "--drain", "60", *MOCKERS)
-    base = submitted(slurm, "base", first_port, *joined, recipe="recipes/mocker-disagg")
-    ready(slurm, "base", base)
-    ports = ("--first-port", str(first_port), "--network", "127.0.0.0/8", "--name", "planned")
-    planner = planner_of(slurm, first_port, ["recipes/mocker-disagg", *ports, *joined])
-    load = SteadyLoad(f"http://127.0.0.1:{first_port + 4}", "mocker-disagg")
-    log = slurm.folder / "plan.log"
+    joined = ("--join", str(slurm.folder / f"{name}-joined"), "--drain", "60", *settings_words(planned))
+    recipe = f"recipes/{planned.recipe}"
+    base = submitted(slurm, f"base-of-{name}", first_port, *joined, recipe=recipe)
+    ready(slurm, f"base-of-{name}", base)
+    ports = ("--first-port", str(first_port), "--network", "127.0.0.0/8", "--name", name)
+    planner = planner_of(slurm, first_port, planned, name, [recipe, *ports, *joined])
+    load = SteadyLoad(f"http://127.0.0.1:{first_port + 4}", planned.recipe)
+    log = slurm.folder / f"{name}.log"
     try:
-        load.send(4, until=lambda: "prefill 3" in log.read_text())  # two jobs have come, and serve
+        load.send(4, until=lambda: f"{planned.stage} 3" in log.read_text())  # two jobs have come, and serve
         load.end()
-        wait_for(lambda: not planned_jobs(slurm), f"they do not end: {log}")
+        wait_for(lambda: not jobs_of(slurm, name), f"they do not end: {log}")
         assert planner.poll() is None, log.read_text()
     finally:
         planner.terminate()
         planner.wait(LIMIT_S)
-    said = [path.read_text() for path in slurm.folder.glob("planned/planned-prefill-*.log")]
+    said = [path.read_text() for path in slurm.folder.glob(f"{name}-logs/{name}-{planned.stage}-*.log")]
     assert len(said) >= 2 and all("bireme: told to end" in one and "has ended its requests" in one for one in said)
-    assert complete(first_port + 4, model="mocker-disagg") == 1  # the launch itself serves on
+    assert complete(first_port + 4, model=planned.recipe) == 1  # the launch itself serves on
     end(slurm, base)

@@ -84,6 +84,11 @@ def test_a_sweep_is_an_array_with_a_task_for_each_combination(tmp_path):
         (("recipes/qwen3-disagg", "--apart"), "--network: missing"),
         (("recipes/qwen3-disagg", "--join", "/tmp"), "--network: missing"),
         (("recipes/qwen3-disagg", "--stage", "decode"), "--stage: it serves nobody by itself; name --join"),
+        (
+            ("recipes/mocker", "--stage", "prefill", "--join", "/tmp", *NETWORK),
+            "recipes/mocker has no prefill workers, but decode; where decode computes prompts as well,"
+            " plan.py takes --aggregated",
+        ),
         (("recipes/tiny", "--apart", *NETWORK), "its KV goes through the shared memory of one host"),
         (("recipes/mocker", "--time", "soon"), "--time soon: write it as Slurm does"),
         (("recipes/mocker", "--sweep", "limits.max_n"), "--sweep limits.max_n: write KEY=VALUE,VALUE"),
