@@ -20,6 +20,7 @@ from bireme.launch.footprint.config_fields import ConfigFields, read_config
 from bireme.launch.footprint.decoder_shape import read_shape
 from bireme.launch.footprint.engine_footprint import EngineSizes, Surroundings
 from bireme.launch.footprint.kept_bytes import KeptBytes, kept_blocks
+from tests.engines.torch.conftest import cache_home as cache_home
 from tests.engines.torch.quantized_checkpoints import LAYOUTS, write
 from tests.engines.torch.test_kept_weights import KEPT, OTHERS, OWN
 from tests.engines.torch.test_packed_decoder import library
@@ -84,11 +85,16 @@ MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_si
 MODEL |= SIZES | {"max_position_embeddings": 512}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="engines here compute on the GPU")
-@pytest.mark.parametrize("form", ["Q4_0", "Q8_0"])
-def test_blocks_that_stay_on_a_cpu_are_counted_as_the_packed_decoder_holds_them(tmp_path, monkeypatch, form):
+@pytest.fixture
+def compiled(request, monkeypatch):
     library()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("cache_home")))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="engines here compute on the GPU")
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("form", ["Q4_0", "Q8_0"])
+def test_blocks_that_stay_on_a_cpu_are_counted_as_the_packed_decoder_holds_them(tmp_path, form):
     file = models.save(tmp_path, "llama", gguf.GGMLQuantizationType[form])
     config, blocks = read_config(model_folder(file)).tree, kept_blocks(read_head(file))
     with Harness(str(file), max_num_tokens=24) as engine:
