@@ -28,12 +28,16 @@ def make_image(folder, version="1.2.1", **pins):
 
 
 def keep_compiled(target):
-    """Compile in the checkout, where other tests find it: in the image it is then found beside the same sources."""
+    """Compile in the checkout, where other tests find it: in the image it is then found beside the same sources.
+
+    Python's own as well: the image's ENV has no Python write it, and each of the build's would compile all anew.
+    """
     subprocess.run([sys.executable, "-m", "bireme.kv.compile"], cwd=CHECKOUT, check=True)
-    for file in CHECKOUT.glob("bireme/kv/**/__pycache__/*_kernels.*.nb[ci]"):
-        place = target / file.relative_to(CHECKOUT)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file, place)
+    for pattern in ("bireme/kv/**/__pycache__/*_kernels.*.nb[ci]", "bireme/**/*.pyc", "tools/__pycache__/*.pyc"):
+        for file in CHECKOUT.glob(pattern):
+            place = target / file.relative_to(CHECKOUT)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, place)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +49,8 @@ def built(tmp_path_factory):
 
 
 def test_the_image_s_own_python_has_tensorrt_llm_and_bireme(built):
-    done = built.call(
-        ["python3", "-c", "import tensorrt_llm, bireme.config; print(tensorrt_llm.__file__, bireme.config.CHECKOUT)"]
-    )
+    find = "from importlib.util import find_spec; print(find_spec('tensorrt_llm').origin)"
+    done = built.call(["python3", "-c", f"{find}; import bireme.config; print(bireme.config.CHECKOUT)"])
     found, checkout = done.stdout.split()
     assert (
         Path(found).is_relative_to(built.root / "opt/venv-tritonserver") and Path(checkout) == built.root / "opt/bireme"
