@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import time
@@ -21,6 +22,8 @@ from bireme.text.tokenizer import load_tokenizer
 from tests.contract.trtllm_harness import PROMPT, UNSET
 from tests.engines.engine_fixtures import wait_for
 from tests.observability.collector import Collector
+
+tokenizer_of = functools.cache(load_tokenizer)
 
 
 def last_call(harness):
@@ -94,7 +97,7 @@ def test_answers_follow_their_guide(make_engine, sample_model, guide, pattern):
     harness = make_engine(guided_decoding_backend="xgrammar")
     answer = harness.ask(guided_decoding=guide, max_tokens=200)
     assert answer.wait().reason == "stop"
-    text = load_tokenizer(str(sample_model("llama"))).decode(answer.tokens)
+    text = tokenizer_of(str(sample_model("llama"))).decode(answer.tokens)
     assert re.fullmatch(pattern, text), text
 
 

@@ -52,7 +52,7 @@ def has_ended(pid: int, started: int) -> bool:
 
 
 def _parents() -> dict[int, int]:
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
 
 
@@ -64,7 +64,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def _fields(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # of every process of the machine: no more than it needs
+        return file.read().rpartition(b")")[2].decode().split()
 
 
 def _command(pid: int) -> bytes:

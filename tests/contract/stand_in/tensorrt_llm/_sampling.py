@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import Any
@@ -126,10 +127,17 @@ class Guide:
 def make_compiler(folder: str, vocab_size: int) -> Any:
     import xgrammar
 
+    return xgrammar.GrammarCompiler(_vocabulary(folder, vocab_size))
+
+
+@functools.cache
+def _vocabulary(folder: str, vocab_size: int) -> Any:
+    """Made once: it takes as long as half an engine's start."""
+    import xgrammar
+
     from tensorrt_llm._model import load_tokenizer
 
-    tokenizer = load_tokenizer(folder)
-    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size))
+    return xgrammar.TokenizerInfo.from_huggingface(load_tokenizer(folder), vocab_size=vocab_size)
 
 
 def _compile(compiler: Any, params: Any) -> Any:
