@@ -40,7 +40,7 @@ from bireme.planner.planner_settings import PlannerSettings, StageBounds
 from bireme.planner.predictors import PredictorName, make_predictor
 from bireme.planner.simulated import SimulatedScaler
 from bireme.sizing.simulator.cluster import ClusterSettings, simulate
-from bireme.sizing.simulator.days import HOUR_S, agents_day, chats_day, recorded_day
+from bireme.sizing.simulator.days import DAY_S, HOUR_S, agents_day, chats_day, recorded_day
 from bireme.sizing.simulator.outcome import Outcome
 from bireme.sizing.simulator.trace import SimulatedRequest, read_traces, spread_out
 from bireme.sizing.simulator.worker import SimulatedEngine
@@ -91,7 +91,8 @@ def requests_of(day: str, recorded: str | None, seed: int, hours: float) -> list
         assert recorded is not None
         found = recorded_day(seed, spread_out(read_traces([Path(recorded)]).requests))
     else:
-        found = {"chats": chats_day, "agents": agents_day}[day](seed)
+        end_s = (9 + hours) * HOUR_S if hours < 24 else DAY_S
+        found = {"chats": chats_day, "agents": agents_day}[day](seed, end_s=end_s)
     if hours < 24:  # from 9 o'clock on
         found = [
             dataclasses.replace(one, arrival_s=one.arrival_s - 9 * HOUR_S)

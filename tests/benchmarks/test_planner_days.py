@@ -46,12 +46,13 @@ def test_an_aim_says_whether_it_is_met():
     assert planner_days.aim("held", 0.0, 0.0, is_least=True).endswith("0 or more asked for: ok")
 
 
-@pytest.mark.parametrize("make", [chats_day, agents_day])
-def test_a_day_is_the_same_for_a_seed_and_has_24_hours(make):
-    found, again, other = make(1), make(1), make(2)
+@pytest.mark.parametrize(("make", "rate"), [(chats_day, 0.1), (agents_day, 0.01)])
+def test_a_day_is_the_same_for_a_seed_and_has_24_hours(make, rate):
+    found, again, other = make(1, rate), make(1, rate), make(2, rate)
     times = [one.arrival_s for one in found]
     assert times == sorted(times) == [one.arrival_s for one in again] != [one.arrival_s for one in other]
     assert 0 <= times[0] < 3600 and 23 * 3600 < times[-1] < 24 * 3600
+    assert [one.arrival_s for one in make(1, rate, end_s=7200.0)] == [at for at in times if at < 7200.0]
 
 
 def test_a_recorded_hour_keeps_whole_chats_and_their_shared_blocks():

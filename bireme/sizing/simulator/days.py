@@ -25,15 +25,16 @@ _AGENTS = (
 _SMOOTH = tuple(0.55 - 0.45 * np.cos(2 * np.pi * (hour - 4) / 24) for hour in range(24))
 
 
-def chats_day(seed: int, rate: float = 0.5) -> list[SimulatedRequest]:
+def chats_day(seed: int, rate: float = 0.5, end_s: float = DAY_S) -> list[SimulatedRequest]:
     """Chats that share nothing, 5,000 and 500 tokens in the mean (lognormal), at `rate` in the busiest hour.
 
-    The rate is off its curve by a fifth (standard deviation), for minutes.
+    The rate is off its curve by a fifth (standard deviation), for minutes. Nothing arrives from `end_s` on: a part of
+    a day is the same requests as in the whole one.
     """
     random, fresh = np.random.default_rng(seed), fresh_ids()
     noise = _noise(random, 0.2)
     found = []
-    for at in _arrivals(random, rate, lambda now: _at_hour(_CHATS, now) * noise(now)):
+    for at in _arrivals(random, rate, lambda now: _at_hour(_CHATS, now) * noise(now), end_s):
         num_prompt, num_output = (
             int(min(random.lognormal(np.log(mean) - 0.32, 0.8), 8 * mean)) for mean in (5000, 500)
         )
@@ -43,18 +44,19 @@ def chats_day(seed: int, rate: float = 0.5) -> list[SimulatedRequest]:
     return found
 
 
-def agents_day(seed: int, rate: float = 0.02) -> list[SimulatedRequest]:
+def agents_day(seed: int, rate: float = 0.02, end_s: float = DAY_S) -> list[SimulatedRequest]:
     """Agents with tools that come at `rate` in the busiest hour, 12 steps each, and start sub-agents all at once.
 
     Tools and system prompt are 12,288 tokens in all, the task 4,000 in the median, and each step adds its answer and
-    a tool's, 2,500 in the mean. A third of the agents starts 4 to 24 sub-agents, of three steps each.
+    a tool's, 2,500 in the mean. A third of the agents starts 4 to 24 sub-agents, of three steps each. `end_s`: see
+    `chats_day`.
     """
     random, fresh = np.random.default_rng(seed), fresh_ids()
     tools = GrowingContext(fresh, [], 0)
     tools.grow(12_288)
     noise = _noise(random, 0.5)
     found = list[SimulatedRequest]()
-    for begin in _arrivals(random, rate, lambda now: _at_hour(_AGENTS, now) * noise(now)):
+    for begin in _arrivals(random, rate, lambda now: _at_hour(_AGENTS, now) * noise(now), end_s):
         agent, now = tools.fork(), begin
         agent.grow(int(random.lognormal(np.log(4000), 0.5)))
         forks_at = int(random.integers(3, 10)) if random.random() < 1 / 3 else -1
@@ -65,7 +67,7 @@ def agents_day(seed: int, rate: float = 0.02) -> list[SimulatedRequest]:
             if step == forks_at:
                 for _ in range(int(random.integers(4, 25))):
                     found.extend(_sub_agent(random, agent.fork(), now))
-    return sorted((one for one in found if one.arrival_s < DAY_S), key=lambda one: one.arrival_s)
+    return sorted((one for one in found if one.arrival_s < end_s), key=lambda one: one.arrival_s)
 
 
 def recorded_day(seed: int, hour: Sequence[SimulatedRequest], share: float = 0.15) -> list[SimulatedRequest]:
@@ -106,10 +108,10 @@ def _noise(random: Random, deviation: float) -> Callable[[float], float]:
     return lambda now: values[int(now // _CALM_S)]
 
 
-def _arrivals(random: Random, rate: float, share: Callable[[float], float]) -> Iterator[float]:
+def _arrivals(random: Random, rate: float, share: Callable[[float], float], end_s: float) -> Iterator[float]:
     """Yield the times of a Poisson process whose rate changes, by thinning one that is four times as fast."""
     at, most = 0.0, 4.0
-    while (at := at + float(random.exponential(1 / (most * rate)))) < DAY_S:
+    while (at := at + float(random.exponential(1 / (most * rate)))) < end_s:
         if random.random() * most < share(at):
             yield at
 

@@ -120,9 +120,8 @@ def _of_request_log(row: Mapping[str, Any], ids: dict[str, str], where: str) -> 
 
 def spread(ids: Hashes) -> Hashes:
     """Turn small numbers into hashes, one to one."""
-    with np.errstate(over="ignore"):
-        mixed = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        return (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
 
 
 def faster(requests: list[SimulatedRequest], speed: float) -> list[SimulatedRequest]:
