@@ -240,7 +240,7 @@ def test_a_load_that_hangs_is_ended_with_its_children(tmp_path):
 
 
 def test_a_matrix_that_is_nested_for_ever_is_refused(tmp_path):
-    (tmp_path / "matrix.yaml").write_text("[" * 10_000)
+    (tmp_path / "matrix.yaml").write_text("[" * 1_000)
     with pytest.raises(ConfigError, match="not valid YAML"):
         read_matrix(str(tmp_path / "matrix.yaml"))
 
