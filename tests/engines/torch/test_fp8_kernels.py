@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -151,40 +148,3 @@ def test_a_weight_is_within_half_a_step_of_its_8_bit_floats(randn, form, is_one)
 def test_one_row_is_taken_as_it_is_and_more_are_rounded():
     assert [rounds_activations(WeightForm.FP8_BLOCKS, rows) for rows in (1, 2)] == [False, True]
     assert not rounds_activations(WeightForm.PLAIN, 99)
-
-
-COMPILE = """
-import subprocess, sys
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from bireme.engines.torch.kernels import one_row_fp8, rounded_linear, row_wise
-
-def build(kernel, types, constants, warps, stages=3):
-    source = ASTSource(kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
-
-bf16, fp8, fp32, i32 = "*bf16", "*fp8e4nv", "*fp32", "i32"
-for block in (0, 128):
-    own = {"K": 4096, "BLOCK": block, "IS_GATED": True, "IS_GELU": False, "CHAINED": True, "IS_GPU": True}
-    types = {"x": bf16, "weight": "*i32", "bias": fp32, "norm": bf16, "scales": fp32, "out": bf16, "eps": "fp32"}
-    one = own | {"TILE_N": 2, "TILE_J": 512, "HAS_BIAS": False, "HAS_NORM": True, "IS_ADDED": False}
-    build(one_row_fp8._fp8_kernel, types | {"N": i32}, one, 4)
-    types = {"x": fp8, "x_scales": fp32, "weight": fp8, "scales": fp32, "bias": bf16, "out": bf16}
-    types |= {"rows": i32, "N": i32}
-    tiles = {"K": 4096, "TILE_ROWS": 128, "TILE_N": 128, "TILE_K": 128, "BLOCK": block, "HAS_BIAS": True}
-    build(rounded_linear._rounded_kernel, types, tiles | {"CHAINED": False}, 8, 4)
-    types = {"x": bf16, "more": bf16, "weight": bf16, "out": fp8, "scales": fp32, **dict.fromkeys(
-        ("eps", "LARGEST", "SMALLEST"), "fp32")}
-    rows = {"K": 4096, "PAD_K": 4096, "BLOCK": block, "CHAINED": True}
-    build(row_wise._rounded_norm_kernel, types, rows | {"HAS_MORE": True, "HAS_NORM": True}, 8)
-    types = {"gate_up": bf16, "out": fp8, "scales": fp32, "LARGEST": "fp32", "SMALLEST": "fp32"}
-    build(row_wise._rounded_gate_kernel, types, rows | {"K": 14336, "PAD_K": 16384, "IS_GELU": False}, 16)
-"""
-
-
-def test_the_kernels_are_ones_that_a_gpu_can_run(tmp_path):
-    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=own | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

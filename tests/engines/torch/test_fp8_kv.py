@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import msgspec
 import numpy as np
@@ -332,30 +330,3 @@ def test_bfloat16_attends_to_what_is_kept_on_a_gpu(randn, rows):
     found = FlashAttention(True).attend(chunks, query, own, own, *kept, 0, Extras(size**-0.5), SCALES)
     expected = references.packed_prefill(query.float(), *whole, seen, *begins, rows, num_kv, size**-0.5)
     assert float((found.float() - expected).norm() / expected.norm()) < 0.01
-
-
-COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from bireme.engines.torch.kernels.decode_attention import _attention_kernel as kernel
-
-types = dict.fromkeys(("keys", "values"), "*fp8e4nv") | dict.fromkeys(("table_stride", "window"), "i32")
-types |= dict.fromkeys(("qkv", "q_norm", "k_norm", "out", "sinks"), "*bf16")
-types |= dict.fromkeys(("parts", "table", "counters"), "*i32")
-types |= dict.fromkeys(("cos_sin", "partial", "weights"), "*fp32")
-constants = {"H": 8, "N": 2, "K": 64, "PAD_K": 64, "TILE": 64, "BLOCK_SIZE": 32, "PAD_G": 16, "MOST_PARTS": 16}
-constants |= {"PAD_HEADS": 4, "AT_ONCE": 1, "PRECISION": "tf32", "IS_GPU": True, "CHAINED": True}
-constants |= dict.fromkeys(("HAS_NORM", "HAS_SOFTCAP", "HAS_SINKS"), False)
-names = [parameter.name for parameter in kernel.params]
-signature = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
-source = ASTSource(kernel, signature=signature, constexprs=constants)
-compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-"""
-
-
-def test_the_kernel_of_decode_steps_is_one_that_a_gpu_can_run(tmp_path):
-    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=own | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

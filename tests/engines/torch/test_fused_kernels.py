@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -326,26 +323,6 @@ def test_tokens_chosen_again_are_the_sampler_s_and_other_rows_keep_theirs(randn)
     assert flight.read() == [NOTHING_LEFT, 8, expected, draw.UNUSABLE]
     assert flight.ids_of(torch.tensor([0, 2], device=DEVICE)).tolist() == [0, expected]
     assert last[2] == expected
-
-
-COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from bireme.engines.torch.kernels.draw import _draw_kernel
-names = "logits steps requests last tokens step_stride row_stride size".split()
-types = dict(zip(names, ["*bf16", *["*i32"] * 4, *["i32"] * 3])) | {"TILE": "constexpr", "CHAINED": "constexpr"}
-source = ASTSource(_draw_kernel, signature=types, constexprs={"TILE": 8192, "CHAINED": True})
-compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 32})
-"""
-
-
-def test_the_kernel_of_draws_is_one_that_a_gpu_can_run(tmp_path):
-    """The interpreter takes loops whose variables change their shape, and more that the compiler refuses."""
-    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=own | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_greedy_row_takes_the_likeliest_token_and_one_with_unusable_logits_none(randn):

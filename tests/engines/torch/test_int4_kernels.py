@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -86,43 +82,3 @@ def test_a_byte_has_one_value_of_each_plane():
     found = packed(values.to(torch.uint8))
     assert found.shape == (1, 256) and found[0, :2].tolist() == [0 | 7 << 4, 1 | 1 << 4]
     assert packed(values[:, :300].to(torch.uint8)).shape == (1, 256)
-
-
-COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from bireme.engines.torch.kernels import int4_linear
-
-def build(kernel, types, constants, stages=3, target=90):
-    source = ASTSource(kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    return compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 4, "num_stages": stages})
-
-bf16, fp16, u8, i32 = "*bf16", "*fp16", "*u8", "i32"
-own = {"K": 4096, "PLANE": 128}
-how = {"HAS_BIAS": False, "IS_GATED": True, "IS_GELU": False, "IS_ADDED": False, "CHAINED": True}
-types = {"weight": "*i32", "scales": fp16, "zeros": u8, "x": bf16, "bias": bf16, "out": bf16, "N": i32}
-for group in (32, 128):
-    tiles = {"GROUP": group, "TILE_N": 2, "TILE_B": 16, "HAS_NORM": True}
-    build(int4_linear._one_row_kernel, types | {"norm": bf16, "eps": "fp32"}, own | how | tiles)
-    for rows, width, stages in ((16, 32, 4), (32, 64, 4), (64, 64, 3))[: group // 32]:
-        tiles = {"GROUP": group, "TILE_N": width, "TILE_ROWS": rows, "IS_GPU": True, "PRECISION": "tf32"}
-        built = build(int4_linear._rows_kernel, types | {"weight": u8, "rows": i32}, own | how | tiles, stages)
-        assert built.metadata.shared <= 227 << 10, built.metadata.shared  # of a Hopper's multiprocessor
-ampere = own | how | {"GROUP": 128, "TILE_N": 32, "TILE_ROWS": 16, "IS_GPU": True, "PRECISION": "tf32"}
-rows_types = types | {"weight": u8, "rows": i32}
-build(int4_linear._rows_kernel, rows_types, ampere | {"CHAINED": False}, target=80)
-exact = {"TILE_N": 64, "TILE_ROWS": 64, "GROUP": 128, "IS_GPU": False, "PRECISION": "ieee"}
-types |= dict.fromkeys(("x", "bias", "out"), "*fp32") | {"weight": u8, "rows": i32}
-built = build(int4_linear._rows_kernel, types, own | how | exact)
-assert built.metadata.shared <= 227 << 10, built.metadata.shared
-types = {"weight": u8, "scales": fp16, "zeros": u8, "out": bf16, "N": i32}
-build(int4_linear._plain_kernel, types, own | {"GROUP": 128, "TILE_N": 32})
-"""
-
-
-def test_the_kernels_are_ones_that_a_gpu_can_run(tmp_path):
-    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=own | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

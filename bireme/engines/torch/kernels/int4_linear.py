@@ -307,6 +307,16 @@ def one_row_int4(
     return out
 
 
+def few_tiles(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return the tiles that `few_rows_int4` chooses.
+
+    The compiler writes a product of float32 out, multiplication by multiplication: in tiles of 64 by 64 it took a GPU's
+    kernel half a minute.
+    """
+    few = 16 if dtype is torch.float32 else max(16, min(64, triton.next_power_of_2(rows)))  # more has no room together
+    return few, 32 if few == 16 else 64, 4, 4 if few < 64 else 3
+
+
 def few_rows_int4(
     x: Tensor,
     weight: Int4Weight,
@@ -321,8 +331,7 @@ def few_rows_int4(
     `tiles`: rows and N of a tile, its warps and stages, in place of those chosen.
     """
     width, out = result_of(x, weight, is_gated, add_to)
-    few = max(16, min(64, triton.next_power_of_2(len(x))))  # more, and the tiles have no room together
-    tile_rows, tile_n, num_warps, num_stages = tiles or (few, 32 if few == 16 else 64, 4, 4 if few < 64 else 3)
+    tile_rows, tile_n, num_warps, num_stages = tiles or few_tiles(len(x), x.dtype)
     _rows_kernel[(triton.cdiv(len(x), tile_rows), triton.cdiv(width, tile_n))](
         x,
         weight.values,

@@ -1,0 +1,144 @@
+"""Compiles kernels for GPUs, down to their machine code, without one.
+
+    python -m tests.engines.torch.compiled_kernels REFUSALS
+
+The interpreter takes what the compiler refuses: loops whose variables change their shape, assembly, more shared memory
+than there is. REFUSALS, a file of JSON, gets what the compiler said by family of kernels. One process compiles all:
+importing torch and the compiler costs more than most kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SHARED = 227 << 10  # bytes of a Hopper's multiprocessor, for one program
+BF16, FP16, FP32, FP8, BYTES, INTS = "*bf16", "*fp16", "*fp32", "*fp8e4nv", "*u8", "*i32"
+
+
+def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int = 90, **options: int) -> Any:
+    """Return what becomes of a kernel; `types` has those of its arguments, and may have more."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": 4, "num_stages": 3} | options
+    made = compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    assert made.metadata.shared <= SHARED, f"{made.metadata.shared} bytes of shared memory"
+    return made
+
+
+def int4() -> None:
+    """Products with 4-bit integers, in tiles of `few_rows_int4` and `one_row_int4`."""
+    import torch
+
+    from bireme.engines.torch.kernels import int4_linear
+
+    own = {"K": 4096, "PLANE": 128}
+    how = {"HAS_BIAS": False, "IS_GATED": True, "IS_GELU": False, "IS_ADDED": False, "CHAINED": True}
+    types = dict.fromkeys(("x", "bias", "norm", "out"), BF16) | {"scales": FP16, "zeros": BYTES}
+    types |= {"weight": BYTES, "rows": "i32", "N": "i32", "eps": "fp32"}
+    for group in (32, 128):
+        tiles = {"GROUP": group, "TILE_N": 2, "TILE_B": 16, "HAS_NORM": True}
+        build(int4_linear._one_row_kernel, types | {"weight": INTS}, own | how | tiles)
+    assembly = own | how | {"IS_GPU": True, "PRECISION": "tf32"}
+    for group, count in ((32, 16), (128, 16), (128, 32), (128, 64)):
+        rows, width, warps, stages = int4_linear.few_tiles(count, torch.bfloat16)
+        tiles = {"GROUP": group, "TILE_N": width, "TILE_ROWS": rows}
+        build(int4_linear._rows_kernel, types, assembly | tiles, num_warps=warps, num_stages=stages)
+    tiles = {"GROUP": 128, "TILE_N": 32, "TILE_ROWS": 16, "CHAINED": False}
+    build(int4_linear._rows_kernel, types, assembly | tiles, target=80)
+    rows, width, warps, stages = int4_linear.few_tiles(512, torch.float32)
+    exact = {"TILE_N": width, "TILE_ROWS": rows, "GROUP": 128, "IS_GPU": False, "PRECISION": "ieee"}
+    types |= dict.fromkeys(("x", "bias", "out"), FP32)
+    build(int4_linear._rows_kernel, types, own | how | exact, num_warps=warps, num_stages=stages)
+    build(int4_linear._plain_kernel, types | {"out": BF16}, own | {"GROUP": 128, "TILE_N": 32})
+
+
+def mxfp4() -> None:
+    """Experts in MXFP4, whose assembly is there, and plain ones of one row."""
+    from bireme.engines.torch.kernels import experts
+    from bireme.engines.torch.kernels import mxfp4_experts as kernels
+
+    shape = {"K": 2880, "HAS_BIAS": True, "LIMIT": 7.0, "ALPHA": 1.702, "IS_GPU": True, "CHAINED": True}
+    tiles = shape | {"PAIRS": 4, "TILE_K": 64, "IS_GROUPED": True, "IS_GATED": True, "PRECISION": "tf32"}
+    row = shape | {"TILE_N": 8, "TILE_K": 512}
+    plain = {"K": 2880, "TILE_N": 2, "TILE_K": 2048, "IS_GELU": False, "HAS_BIAS": True, "CHAINED": True}
+    plain |= {"LIMIT": 0.0, "ALPHA": 0.0}
+    added = {name: value for name, value in row.items() if name not in ("LIMIT", "ALPHA")} | {"TOP": 4}
+    types = dict.fromkeys(("x", "inner", "weight", "norm", "bias", "out"), BF16)
+    types |= {"values": BYTES, "scales": BYTES, "shares": FP32, "experts": INTS, "pairs": INTS, "chosen": INTS}
+    types |= {"num_pairs": "i32", "N": "i32", "eps": "fp32"}
+    for kernel, constants, warps in (
+        (kernels._tiles_kernel, tiles | {"ROWS": 16, "TILE_N": 64}, 4),
+        (kernels._tiles_kernel, tiles | {"ROWS": 64, "TILE_N": 128}, 8),
+        (kernels._gated_row_kernel, row, 4),
+        (kernels._add_row_kernel, added, 4),
+        (experts._gated_row_kernel, plain, 4),
+        (experts._gated_row_kernel, plain | {"LIMIT": 7.0}, 4),
+    ):
+        made = build(kernel, types, constants, num_warps=warps)
+        assert ("fma.rn.bf16x2" in made.asm["ptx"]) is ("values" in kernel.arg_names)
+
+
+def fp8() -> None:
+    """Products with 8-bit floats, and the kernels that round rows for them."""
+    from bireme.engines.torch.kernels import one_row_fp8, rounded_linear, row_wise
+
+    bounds = {"LARGEST": "fp32", "SMALLEST": "fp32", "scales": FP32}
+    for block in (0, 128):
+        own = {"K": 4096, "BLOCK": block, "IS_GATED": True, "IS_GELU": False, "CHAINED": True, "IS_GPU": True}
+        one = own | {"TILE_N": 2, "TILE_J": 512, "HAS_BIAS": False, "HAS_NORM": True, "IS_ADDED": False}
+        types = {"x": BF16, "weight": INTS, "bias": FP32, "norm": BF16, "scales": FP32, "out": BF16}
+        build(one_row_fp8._fp8_kernel, types | {"eps": "fp32", "N": "i32"}, one)
+        types = {"x": FP8, "x_scales": FP32, "weight": FP8, "scales": FP32, "bias": BF16, "out": BF16}
+        tiles = {"K": 4096, "TILE_ROWS": 128, "TILE_N": 128, "TILE_K": 128, "BLOCK": block, "HAS_BIAS": True}
+        types |= {"rows": "i32", "N": "i32"}
+        build(rounded_linear._rounded_kernel, types, tiles | {"CHAINED": False}, num_warps=8, num_stages=4)
+        types = bounds | {"x": BF16, "more": BF16, "weight": BF16, "out": FP8, "eps": "fp32"}
+        rows = {"K": 4096, "PAD_K": 4096, "BLOCK": block, "CHAINED": True}
+        build(row_wise._rounded_norm_kernel, types, rows | {"HAS_MORE": True, "HAS_NORM": True}, num_warps=8)
+        rows |= {"K": 14336, "PAD_K": 16384, "IS_GELU": False}
+        build(row_wise._rounded_gate_kernel, bounds | {"gate_up": BF16, "out": FP8}, rows, num_warps=16)
+
+
+def fp8_kv() -> None:
+    """The attention of decode steps to keys and values in 8-bit floats."""
+    from bireme.engines.torch.kernels.decode_attention import _attention_kernel as kernel
+
+    types = dict.fromkeys(kernel.arg_names, "fp32") | {"table_stride": "i32", "window": "i32"}
+    types |= dict.fromkeys(("keys", "values"), FP8) | dict.fromkeys(("cos_sin", "partial", "weights"), FP32)
+    types |= dict.fromkeys(("qkv", "q_norm", "k_norm", "out", "sinks"), BF16)
+    types |= dict.fromkeys(("parts", "table", "counters"), INTS)
+    constants = {"H": 8, "N": 2, "K": 64, "PAD_K": 64, "TILE": 64, "BLOCK_SIZE": 32, "PAD_G": 16, "MOST_PARTS": 16}
+    constants |= {"PAD_HEADS": 4, "AT_ONCE": 1, "PRECISION": "tf32", "IS_GPU": True, "CHAINED": True}
+    build(kernel, types, constants | dict.fromkeys(("HAS_NORM", "HAS_SOFTCAP", "HAS_SINKS"), False))
+
+
+def draws() -> None:
+    """The draws of a step's tokens."""
+    from bireme.engines.torch.kernels.draw import _draw_kernel
+
+    types = {"logits": BF16} | dict.fromkeys(("steps", "requests", "last", "tokens"), INTS)
+    types |= dict.fromkeys(("step_stride", "row_stride", "size"), "i32")
+    build(_draw_kernel, types, {"TILE": 8192, "CHAINED": True}, num_warps=32)
+
+
+FAMILIES: tuple[Callable[[], None], ...] = (int4, mxfp4, fp8, fp8_kv, draws)
+
+
+def refusal(family: Callable[[], None]) -> str:
+    """Return what the compiler said of the first kernel that it refused, or nothing."""
+    try:
+        family()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps({family.__name__: refusal(family) for family in FAMILIES}))
