@@ -12,6 +12,8 @@ import os
 import threading
 from typing import Any
 
+from tests.engines.torch.quick_operators import quick_operators
+
 
 def make_quick() -> None:
     """Look the language through once and not at each call of a function, nor check sums for what nobody asserts."""
@@ -52,6 +54,7 @@ class _Builtins:
         self._interpreter = interpreter
         self._names: dict[Any, list[str]] = {}
         self._made: dict[Any, Any] = {}
+        self._operators = quick_operators(interpreter)
 
     def patch(self, part: Any, builder: Any, scope: Any) -> None:
         is_builtin = self._interpreter.tl.core.is_builtin
@@ -60,14 +63,19 @@ class _Builtins:
         for name in self._names[part]:
             member = getattr(part, name)
             if is_builtin(member):  # and not replaced already
-                scope.set_attr(part, name, self._interpreted(member))
+                scope.set_attr(part, name, self._interpreted(part, name, member))
 
-    def _interpreted(self, member: Any) -> Any:
-        """As the interpreter does it, in one call and not three."""
+    def _interpreted(self, part: Any, name: str, member: Any) -> Any:
+        """As the interpreter does it, in one call and not three; operators of tensors in one of numpy."""
         if member not in self._made:
             # What is wrapped checks that it is interpreted, and calls the function; a tensor's methods wrap nothing.
             function, semantic = getattr(member, "__wrapped__", member), self._interpreter.interpreter_semantic
-            self._made[member] = lambda *args, _semantic=None, **kwargs: function(*args, **kwargs, _semantic=semantic)
+
+            def made(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+                return function(*args, **kwargs, _semantic=semantic)
+
+            is_operator = part is self._interpreter.tl.core.tensor and name in self._operators
+            self._made[member] = self._operators[name](made) if is_operator else made
         return self._made[member]
 
 
