@@ -105,11 +105,13 @@ class ClusterApi:
 
     def put(self, one: dict[str, Any]) -> None:
         name = one["metadata"]["name"]
-        self._tell("MODIFIED" if name in self._slices else "ADDED", one)
-        self._slices[name] = one
+        with self._changed:  # a list has the slice with its version, or neither: a watch from there misses nothing
+            self._tell("MODIFIED" if name in self._slices else "ADDED", one)
+            self._slices[name] = one
 
     def delete(self, name: str) -> None:
-        self._tell("DELETED", self._slices.pop(name))
+        with self._changed:
+            self._tell("DELETED", self._slices.pop(name))
 
     def bookmark(self) -> int:
         """Tell watches a version that no slice has; return it."""
@@ -138,9 +140,9 @@ class ClusterApi:
             self._changed.notify_all()
 
     def _list(self, query: dict[str, str]) -> dict[str, Any]:
-        items, begin = list(self._slices.values()), int(query.get("continue", "0"))
-        part = self.part or len(items)
-        metadata = {"resourceVersion": str(self._version)}
+        with self._changed:
+            items, metadata = list(self._slices.values()), {"resourceVersion": str(self._version)}
+        begin, part = int(query.get("continue", "0")), self.part or len(items)
         if begin + part < len(items):
             metadata |= {"continue": str(begin + part), "remainingItemCount": len(items) - begin - part}
         found = [{key: value for key, value in one.items() if key not in ("kind", "apiVersion")} for one in items]
@@ -151,14 +153,17 @@ class ClusterApi:
         """`ended`: how many were when this one began."""
         while True:
             with self._changed:
-                if version < self._oldest:
-                    yield {"type": "ERROR", "object": status(410, "Expired", f"too old resource version: {version}")}
-                    return
-                found, version = [event for at, event in self._events if at > version], self._version
-                if not found and self._watches != ended:
-                    return
-                if not found:
+                is_expired = version < self._oldest
+                found = [event for at, event in self._events if at > version]
+                if not is_expired and not found:
+                    if self._watches != ended:
+                        return
                     self._changed.wait(10)
+                    continue
+                asked, version = version, self._version
+            if is_expired:
+                yield {"type": "ERROR", "object": status(410, "Expired", f"too old resource version: {asked}")}
+                return
             yield from found
 
     def _open(self, port: int) -> SmallHttpServer:
