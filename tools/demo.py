@@ -148,7 +148,8 @@ def request_inputs(ids: Array, max_tokens: int) -> dict[str, Array]:
 async def _next(call: Any) -> Any:
     """Return one response; None at the stream's end."""
     try:
-        response = await asyncio.wait_for(call.read(), _TIMEOUT_S)
+        async with asyncio.timeout(_TIMEOUT_S):
+            response = await call.read()
     except TimeoutError:
         raise BiremeError(f"no response within {_TIMEOUT_S:.0f} s") from None
     return None if response is grpc.aio.EOF else response

@@ -259,7 +259,8 @@ class EncoderService:
     async def _within_limit(self, key: Key, job: EncodeRequest) -> EncodeOutcome:
         limit_ms = job.timeout_ms
         try:
-            return await asyncio.wait_for(self._outcome(key, job), limit_ms / 1000 if limit_ms else None)
+            async with asyncio.timeout(limit_ms / 1000 if limit_ms else None):
+                return await self._outcome(key, job)
         except TimeoutError:
             raise DeadlineExceededError(f"timeout_ms: {limit_ms} ms have passed") from None
 

@@ -87,7 +87,8 @@ class HttpFetcher:
         url = parse_http_url(text, self._limits)
         async with self._slots:
             try:
-                return await asyncio.wait_for(self._follow(url, budget), self._limits.timeout_s)
+                async with asyncio.timeout(self._limits.timeout_s):
+                    return await self._follow(url, budget)
             except TimeoutError:
                 limit = self._limits.timeout_s
                 raise RequestError(f"its server did not deliver within {limit:g} s (media.timeout_s)") from None

@@ -110,7 +110,8 @@ async def _told_draining() -> str:
 
 async def _state(workers: WorkerClient, name: str) -> str:
     try:
-        await asyncio.wait_for(workers.check(name), _TIMEOUT_S)
+        async with asyncio.timeout(_TIMEOUT_S):
+            await workers.check(name)
     except TimeoutError:
         return f"{name}: no answer in {_TIMEOUT_S:g} s"
     except BiremeError as error:
@@ -122,6 +123,7 @@ async def _state(workers: WorkerClient, name: str) -> str:
 
 async def _in_time(question: Awaitable[bool]) -> bool:
     try:
-        return await asyncio.wait_for(question, _TIMEOUT_S)
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await question
     except TimeoutError:
         return False

@@ -574,6 +574,7 @@ async def _within(future: asyncio.Future[_T], deadline: float) -> _T:
     if not deadline:
         return await future
     try:
-        return await asyncio.wait_for(future, deadline - time.monotonic() + DEADLINE_GRACE_S)
+        async with asyncio.timeout(deadline - time.monotonic() + DEADLINE_GRACE_S):
+            return await future
     except TimeoutError:
         raise DeadlineExceededError("the request's time limit has passed") from None

@@ -78,7 +78,8 @@ class VideoDiffusion(EngineStage[VideoClient]):
         try:
             while not run.ended.is_set():
                 try:
-                    await asyncio.wait_for(run.ended.wait(), self._repeat_s)
+                    async with asyncio.timeout(self._repeat_s):
+                        await run.ended.wait()
                 except TimeoutError:
                     run.repeat()
         except asyncio.CancelledError:

@@ -295,7 +295,8 @@ class Session:
 
         try:
             self._call = self._bus.channel.stream()
-            await asyncio.wait_for(subscribe(), OPEN_TIMEOUT_S)
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await subscribe()
         except TimeoutError:
             return UnavailableError(f"{self._bus.worker}: no answer in {OPEN_TIMEOUT_S:g} s; its stub stands still")
         except grpc.aio.AioRpcError as error:
@@ -313,7 +314,8 @@ class Session:
 
         await asyncio.wait({writer}, timeout=LEAVE_S)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._send(subscribe=b"close"), LEAVE_S)
+            async with asyncio.timeout(LEAVE_S):
+                await self._send(subscribe=b"close")
             await self._call.done_writing()
             await asyncio.wait({reader}, timeout=LEAVE_S)
             if reader.done():
@@ -372,7 +374,8 @@ class Session:
             else:
                 self._wake.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._interval_s)
+                    async with asyncio.timeout(self._interval_s):
+                        await self._wake.wait()
 
     def _next_batch(self) -> list[Command]:
         """Big prompts go in several messages."""

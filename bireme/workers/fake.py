@@ -34,6 +34,7 @@ from bireme.types import Floats
 from bireme.workers.base import PrefillResult
 
 PREFILL_USAGE = Usage(queue_ms=2.0, prefill_ms=5.0, cached_tokens=1)
+_WAIT_S = 60.0  # for a request that may have been refused
 OWN_PREFILL_MS = 3.0  # of a decode worker that computes the prompt itself
 
 
@@ -232,8 +233,9 @@ class FakeWorkers:
 
     async def emit(self, count: int = 1) -> None:
         """Every running request makes tokens, once there is one."""
-        while not self.running:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(_WAIT_S):
+            while not self.running:
+                await asyncio.sleep(0)
         for _ in range(count):
             for generation in list(self.running):
                 generation.emit()
@@ -248,8 +250,9 @@ class FakeWorkers:
 
     async def reached(self, name: str) -> None:
         """Return when a held call waits, or (worker) when a decode request runs there."""
-        while name not in self.waiting and not any(generation.worker == name for generation in self.running):
-            await asyncio.sleep(0)
+        async with asyncio.timeout(_WAIT_S):
+            while name not in self.waiting and not any(generation.worker == name for generation in self.running):
+                await asyncio.sleep(0)
 
     def go_on(self, name: str) -> None:
         self.waiting.pop(name).set_result(None)

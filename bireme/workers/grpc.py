@@ -114,7 +114,8 @@ async def leave(call: Any, limit_s: float) -> None:
             pass
 
     try:
-        await asyncio.wait_for(read_on(), limit_s)
+        async with asyncio.timeout(limit_s):
+            await read_on()
     except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
         call.cancel()
 

@@ -89,7 +89,8 @@ class HostWatch:
         host, _, port = self._address.rpartition(":")
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             asked = asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            self._found = list(await asyncio.wait_for(asked, TRY_S * MAX_TRIES))
+            async with asyncio.timeout(TRY_S * MAX_TRIES):
+                self._found = list(await asked)
 
     async def _answers(self) -> bool:
         """Whether one of several handshakes is answered, says the kernel: a loop may be late."""

@@ -64,7 +64,8 @@ class VideoWorkers:
         import grpc
 
         try:
-            return await asyncio.wait_for(work, self._stall_timeout_s)
+            async with asyncio.timeout(self._stall_timeout_s):
+                return await work
         except TimeoutError:
             raise EngineLostError(
                 f"{worker}: no news for {self._stall_timeout_s:g} s (pipeline.stall_timeout_s); try again"

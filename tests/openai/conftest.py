@@ -65,6 +65,9 @@ def letters() -> TextTokenizer:
     return TextTokenizer(inner, templates={"default": TEMPLATE})
 
 
+_END_S = 60.0
+
+
 class Reply:
     """One request to the application, running."""
 
@@ -98,7 +101,12 @@ class Reply:
         self._gone.set()
 
     async def end(self) -> Reply:
-        await asyncio.wait_for(self.task, 5)
+        """Return when the reply has ended; one that does not is a failure, which tells what the tasks wait for."""
+        if not (await asyncio.wait((self.task,), timeout=_END_S))[0]:
+            for task in asyncio.all_tasks():
+                task.print_stack()
+            pytest.fail(f"the reply did not end in {_END_S:g} s after {len(self.messages)} messages")
+        await self.task
         return self
 
     @property
@@ -144,6 +152,15 @@ class Bench:
         messages = [{"role": "user", "content": "hi"}]
         body = {"model": "test", "messages": messages, "max_tokens": 4, **fields}
         return self.call("POST", "/v1/chat/completions", body, headers)
+
+    async def answered(self, reply: Reply) -> Reply:
+        """Have workers make tokens until the reply has ended, however often its request moves."""
+        async with asyncio.timeout(_END_S):
+            while not reply.task.done():
+                for generation in list(self.workers.running):
+                    generation.emit()
+                await asyncio.sleep(0)
+        return await reply.end()
 
     def complete(self, **fields: Any) -> Reply:
         return self.call("POST", "/v1/completions", {"model": "test", "prompt": "hi", "max_tokens": 4, **fields})

@@ -129,7 +129,8 @@ class NatsLink:
         try:
             while number == self._asked[rank] and not done.is_set():
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(done.wait(), _FETCH_TIMEOUT_S)
+                    async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                        await done.wait()
         finally:
             with contextlib.suppress(Exception):
                 await subscription.unsubscribe()

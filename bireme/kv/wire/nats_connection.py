@@ -129,7 +129,8 @@ class NatsConnection:
             client, self._client = self._client, None
             if client is not None:
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(client.close(), 1)
+                    async with asyncio.timeout(1):
+                        await client.close()
             if not self._is_closing:
                 await asyncio.sleep(_RETRY_S)
         for task in asyncio.all_tasks(self._loop) - {asyncio.current_task()}:

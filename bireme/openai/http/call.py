@@ -129,7 +129,8 @@ class Call:
 
     async def _within(self, reading: Awaitable[_T], timeout_s: float) -> _T:
         try:
-            return await asyncio.wait_for(reading, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await reading
         except TimeoutError:
             raise HttpError(
                 408, f"the body did not arrive in {timeout_s:g} s; send it faster", code="timeout"
@@ -164,7 +165,8 @@ class Call:
                 left -= len((await self._receive()).get("body", b""))
 
         try:
-            await asyncio.wait_for(discard(), _DISCARD_S)
+            async with asyncio.timeout(_DISCARD_S):
+                await discard()
         except TimeoutError as error:
             drop_frames(error)
 
@@ -210,7 +212,8 @@ class Call:
         try:
             if patience is not None:
                 await _either(sending, patience())
-            await asyncio.wait_for(sending, _READ_TIMEOUT_S)
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                await sending
         except TimeoutError:
             raise ClientGoneError from None
         finally:

@@ -67,7 +67,8 @@ class Member:
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(TimeoutError, OSError):
-                asked = await asyncio.wait_for(reader.read(_MAX_QUESTION_BYTES), _TIMEOUT_S)
+                async with asyncio.timeout(_TIMEOUT_S):
+                    asked = await reader.read(_MAX_QUESTION_BYTES)
                 name, _, about = asked.decode().partition(" ")
                 if name in known:
                     writer.write(known[name](about))
@@ -94,7 +95,8 @@ class Member:
 
     async def _ask(self, number: int, question: bytes) -> bytes:
         try:
-            return await asyncio.wait_for(_exchange(self._path(number), question), _TIMEOUT_S)
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await _exchange(self._path(number), question)
         except (TimeoutError, OSError):
             return b""
 

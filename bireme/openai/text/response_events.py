@@ -87,7 +87,8 @@ class EventLog:
                 await self.stream.wait()
                 await self._write()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_closed.wait(), _WRITE_S)
+                    async with asyncio.timeout(_WRITE_S):
+                        await self._is_closed.wait()
                 self.stream.go_on(None)
             await self._write()
         except Exception as error:  # whatever it is, the response itself goes on
@@ -140,7 +141,8 @@ async def tell_events(
             return
         if not data:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), _POLL_S if log is None else comment_interval_s)
+                async with asyncio.timeout(_POLL_S if log is None else comment_interval_s):
+                    await news.wait()
 
 
 class _Reader:

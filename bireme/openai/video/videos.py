@@ -136,7 +136,8 @@ class Videos:
     ) -> None:
         """Wait for progress and write it; a comment after a long silence."""
         try:
-            await asyncio.wait_for(news.wait(), self._comment_interval_s)
+            async with asyncio.timeout(self._comment_interval_s):
+                await news.wait()
         except TimeoutError:
             if call.status:
                 await call.write_events(COMMENT, False)

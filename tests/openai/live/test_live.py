@@ -33,12 +33,6 @@ async def states(reply, number=1):
     return found
 
 
-async def answered(bench):
-    reply = bench.chat()
-    await bench.workers.emit(4)
-    return await reply.end()
-
-
 async def watched(bench, number=1):
     reply = bench.call("GET", "/v1/live")
     found = await states(reply, number)
@@ -49,7 +43,7 @@ async def watched(bench, number=1):
 
 async def test_workers_models_and_counters_are_shown(frontend):
     bench = await frontend(workers={"decode": {"engine": "mocker"}, "prefill": {"engine": "mocker"}})
-    await answered(bench)
+    await bench.answered(bench.chat())
     state = (await watched(bench))[0]
     model = state["models"][0]
     assert (state["object"], model["name"], model["requests"]) == ("bireme.live", "test", 0)
@@ -69,10 +63,10 @@ async def test_a_worker_s_longest_draft_is_shown(frontend):
 
 async def test_ways_of_requests_are_counted_while_somebody_watches(frontend):
     bench = await frontend(workers={"decode": {"engine": "mocker"}, "prefill": {"engine": "mocker"}})
-    await answered(bench)
+    await bench.answered(bench.chat())
     reply = bench.call("GET", "/v1/live")
     assert (await states(reply))[0]["models"][0]["flows"] == []
-    await answered(bench)
+    await bench.answered(bench.chat())
     found = (await states(reply, len(reply.events()) + 2))[-1]["models"][0]["flows"]
     assert [(one["prefill"], one["decode"], one["requests"]) for one in found] == [("prefill", "decode", 1)]
     assert found[0]["prompt_tokens"] > 0
@@ -128,6 +122,23 @@ async def test_a_viewer_that_never_reads_is_dropped(frontend, monkeypatch):
     assert bench.app._live_feed._num_viewers == 0
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_viewer_that_leaves_just_when_a_state_went_out_ends(frontend, turns):
+    bench = await frontend()
+    leaving, other = bench.call("GET", "/v1/live"), bench.call("GET", "/v1/live")
+    await states(leaving)
+    leaving.stop_reading()
+    await states(other, len(other.events()) + 3)  # so one for the other is on its way
+    leaving.go_on_reading()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    leaving.leave()
+    await leaving.end()
+    assert bench.app._live_feed._num_viewers == 1
+    other.leave()
+    await other.end()
+
+
 async def test_one_viewer_too_many_is_told_the_limit(frontend):
     bench = await frontend(frontend={"live_viewers": 1})
     first = bench.call("GET", "/v1/live")
@@ -179,7 +190,7 @@ async def test_a_migration_is_a_fault_with_worker_and_reason(frontend):
     bench = await frontend()
     await watched(bench)
     bench.workers.errors.append(EngineLostError("decode: its engine died"))
-    await answered(bench)
+    await bench.answered(bench.chat())
     fault = (await watched(bench))[0]["faults"][0]
     assert (fault["kind"], fault["worker"], fault["count"]) == ("migration", "decode", 1)
     assert "its engine died" in fault["reason"]
@@ -280,7 +291,7 @@ async def test_what_several_processes_have_sent_and_seen_is_added(frontend):
         model.services.router.flows[("", "decode")] = Flow(2, 20, 4)
         model.services.note_fault("busy", "", "all busy")
         model.services.faults.note("worker_left", "decode_1", "gone")
-        await answered(bench)
+        await bench.answered(bench.chat())
         parts.append(feed._decode_part(bench.app._live_feed.part()))
     whole = json.loads(feed._encode(merged(parts[0], parts[1:], 4)))
     flow = whole["models"][0]["flows"][0]

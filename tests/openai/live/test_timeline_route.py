@@ -17,9 +17,7 @@ KEPT = {"observability": {"timelines": {"max_entries": 8}}}
 
 
 async def answered(bench, headers=None, path="/v1/chat/completions", **fields):
-    reply = bench.call("POST", path, {"model": "test"} | APIS[path] | fields, headers)
-    await bench.workers.emit(4)
-    return await reply.end()
+    return await bench.answered(bench.call("POST", path, {"model": "test"} | APIS[path] | fields, headers))
 
 
 async def asked(bench, request_id, headers=None):
