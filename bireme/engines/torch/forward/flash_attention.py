@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bireme.engines.child.lost_device import raise_if_lost
 from bireme.engines.torch.forward.attention import Extras, attend
 from bireme.engines.torch.geometry import UNSCALED, KvScales, LayerGeometry
 from bireme.engines.torch.step import PackedChunks
@@ -189,6 +190,7 @@ def open_flash_attention(geometry: Iterable[LayerGeometry], num_heads: int, devi
         for heads in sorted(wanted, key=lambda heads: heads.size):
             check_fa3(fa3, heads, device)
     except Exception as error:  # whatever is wrong with the wheel on this machine: torch's own kernels still run
+        raise_if_lost(error, "the first calls of FlashAttention 3")
         logger.warning("fa3_off reason=%s: %s", type(error).__name__, one_line(error))
         return FlashAttention(has_torch)
     return FlashAttention(has_torch, fa3)

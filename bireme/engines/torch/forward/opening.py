@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bireme.config import CudaGraphConfig
+from bireme.engines.child.lost_device import raise_if_lost
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.decoder_ops import choose_ops
@@ -131,6 +132,7 @@ def open_forward(setup: Setup, model: StepModel, store: KvStore, manager: BlockM
         elif model.aim is StepPath.PACKED:
             _use_packed(setup, model, on, is_shared)
     except Exception as error:  # whatever is wrong with it on this machine: the model's own modules still run
+        raise_if_lost(error, f"the first passes of the {model.aim} decoder")
         setup.findings.doubt()
         logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
     forward.form = model.form
@@ -208,6 +210,7 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
         try:
             check_verifying(verifying, on)
         except Exception as error:  # steps with drafts are launched kernel by kernel
+            raise_if_lost(error, "the first steps with drafts")
             logger.warning("verify_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         else:
             on.forward.verifying = verifying
@@ -216,6 +219,7 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
         try:
             check_mixed(mixed, resident, on)
         except Exception as error:  # steps with prompts are launched kernel by kernel
+            raise_if_lost(error, "the first mixed steps")
             logger.warning("mixed_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         else:
             on.forward.mixed = mixed
@@ -247,6 +251,7 @@ def _add_decode_graphs(
         shape = (store.windows, limits.most_blocks, sizes, model.has_grid_positions, config.enable_padding)
         forward.graphs[StepPath.DECODE_GRAPH] = DecodeGraphs(forward.decoder.compute, *shape)
     except Exception as error:  # of whatever the model does that a graph can't hold: it still runs, more slowly
+        raise_if_lost(error, "graphs of the modules' decode steps")
         logger.warning("graphs_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         torch.cuda.empty_cache()
         return False

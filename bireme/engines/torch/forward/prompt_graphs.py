@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bireme.engines.child.lost_device import raise_if_lost
 from bireme.engines.torch.forward.graphs import StepGraph, make_graph
 from bireme.engines.torch.geometry import EngineLimits
 from bireme.engines.torch.step import Batch, KernelGroup, PackedChunks
@@ -50,6 +51,7 @@ class PromptGraphs:
         try:
             self._graphs[size] = self._make(size)
         except Exception as error:  # of whatever the model does that a graph can't hold
+            raise_if_lost(error, f"the graph of a prompt of {size} tokens")
             self._to_make = []
             logger.warning("prompt_graph_off tokens=%d reason=%s", size, str(error).partition("\n")[0])
         else:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bireme.engines.child.lost_device import raise_if_lost
 from bireme.engines.torch.forward import graphs
 from bireme.engines.torch.kernels.launch import MOST_OF_FORMS
 
@@ -61,6 +62,7 @@ class SizedGraphs:
                     self._step.tell_nothing(size)
                     self._step.compute(size, num_layers=self._num_kinds)
             except Exception as error:
+                raise_if_lost(error, f"a step of {size} rows")
                 self._failed(size, str(error).partition("\n")[0])
 
     def make_first(self) -> bool:
@@ -118,6 +120,7 @@ class SizedGraphs:
                 self._step.tell_nothing(size)
                 self.made[size] = self._record(size, None if other is None else other.pool())
         except Exception as error:
+            raise_if_lost(error, f"the graph of a step of {size} rows")
             self._failed(size, str(error).partition("\n")[0])
         else:
             logger.info("%s=%d s=%.3f", self._made_line, size, time.monotonic() - began)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bireme.engines.child.lost_device import raise_if_lost
 from bireme.engines.torch.kernels.launch import chain, wait
 from bireme.engines.torch.storage import BLOCK, E4M3, Fp8Weight, WeightForm
 from bireme.errors import one_line
@@ -77,6 +78,7 @@ def rounded_linear(
         except RuntimeError as error:
             if weight.form is not WeightForm.FP8_BLOCKS or isinstance(error, torch.OutOfMemoryError):
                 raise
+            raise_if_lost(error, "torch's product of 8-bit floats")
             _warn(len(x) % BLOCK, weight.shape, one_line(error))
     return ours(x, x_scales, weight, dtype, bias)
 
@@ -157,5 +159,6 @@ def _takes_blocks(index: int) -> bool:
     try:
         found = torchs(ones, factors, weight, torch.bfloat16)
         return bool(torch.allclose(found.float(), expected.expand_as(found), rtol=0.01))
-    except RuntimeError:  # an older CUDA, another card
+    except RuntimeError as error:  # an older CUDA, another card
+        raise_if_lost(error, "torch's product of 8-bit floats")
         return False
