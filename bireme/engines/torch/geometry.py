@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+_FIRST_WITH_FP8 = (8, 9)  # the compute capability from which on instructions convert 8-bit floats
 MOST_SCORES = 1 << 20  # that attention writes out at once where it has to, on a CPU: a prompt's rows take turns
+
+
+def why_no_fp8(capability: tuple[int, int]) -> str:
+    """Return why a GPU of this compute capability takes no 8-bit floats; empty: it does."""
+    return "GPUs before compute capability 8.9 have no 8-bit floats" if capability < _FIRST_WITH_FP8 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,11 @@ class EngineLimits:
             return 0
         rows = min(self.max_batch_size * (1 + self.max_draft_len), self.max_num_tokens)
         return min(rows, max(self.max_batch_size + self.max_draft_len, _MOST_VERIFIED))
+
+    @property
+    def most_sampled_rows(self) -> int:
+        """Return the most rows of a step that have logits to draw from, those of drafts among them."""
+        return min(self.max_batch_size * (1 + self.max_draft_len), self.max_num_tokens)
 
     @property
     def most_blocks(self) -> int:

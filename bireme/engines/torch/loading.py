@@ -225,7 +225,9 @@ def _open_pools(
     context, cache, limits, device = setup.context, setup.config.kv_cache_config, setup.limits, setup.device
     groups, available = group_layers(model.geometry), CPU_POOL_BYTES
     if device.type == "cuda" and cache.max_tokens is None:
-        peak = max(model.peak_bytes(setup), 0 if draft is None else draft.peak_bytes())
+        peak = model.peak_bytes(setup)
+        if draft is not None:
+            peak = draft.peak_beside(peak)
         free, total = torch.cuda.mem_get_info(device)
         memory = GpuMemory(total, free, torch.cuda.memory_allocated(device) + shared_bytes, peak)
         available = gpu_pool_bytes(memory, cache.free_gpu_memory_fraction, context.gpu_neighbors)

@@ -13,7 +13,8 @@ from bireme.config import EngineConfig
 from bireme.engines.torch.geometry import UNSCALED, EngineLimits, LayerGroup, group_layers
 from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes, with_draft
 from bireme.engines.torch.weights import architectures, dtypes
-from bireme.engines.torch.weights.limits import FP8, narrow_windows, resolve_limits
+from bireme.engines.torch.weights.eagle_bytes import EagleWidths, eagle_bytes
+from bireme.engines.torch.weights.limits import FP8, longest_sequence, narrow_windows, resolve_limits
 from bireme.errors import ConfigError
 from bireme.launch.footprint.config_fields import ConfigFields
 from bireme.launch.footprint.decoder_shape import DecoderShape, Parameters
@@ -36,6 +37,7 @@ class Surroundings:
     """What an engine meets on its machine."""
 
     gpu_bytes: int = 0  # of its GPU, all of it; 0: there is none
+    has_fp8: bool = True  # its GPU converts 8-bit floats
     has_compiler: bool = True  # of C++: its kernels for CPUs
     shares_weights: bool = False  # with the memory service
     gpu_neighbors: tuple[float, ...] = ()
@@ -82,6 +84,7 @@ class DraftParts(NamedTuple):
     weights: int
     load: int
     step: int
+    held: int  # beside the target's steps as well
     row_bytes: tuple[int, ...]  # of a token in the pools, a layer each
 
 
@@ -90,14 +93,23 @@ class HeadSizes:
 
     def __init__(self, config: ConfigFields, num_bytes: int) -> None:
         """`num_bytes`: of its file. Raises ConfigError."""
-        heads = config.size("num_attention_heads")
-        size = config.size("head_dim", default=max(1, config.size("hidden_size") // heads))
+        heads, hidden, vocab = (config.size(key) for key in ("num_attention_heads", "hidden_size", "vocab_size"))
+        size = config.size("head_dim", default=max(1, hidden // heads))
         self._num_bytes = num_bytes
-        self._row = 2 * size * config.size("num_key_value_heads", default=heads)
+        self._widths = EagleWidths(
+            base=config.size("target_hidden_size", default=hidden),
+            hidden=hidden,
+            queries=heads * size,
+            row=2 * size * config.size("num_key_value_heads", default=heads),
+            vocab=vocab,
+            draft_vocab=config.size("draft_vocab_size", default=vocab),
+        )
 
     def draft_parts(self, limits: EngineLimits, around: Surroundings, of_target: str) -> DraftParts:
         """`of_target`: its dtype."""
-        return DraftParts(self._num_bytes, 0, 0, (self._row * dtypes.ITEM_BYTES[of_target],))
+        item = dtypes.ITEM_BYTES[of_target]
+        taken = eagle_bytes(self._widths, limits, item)
+        return DraftParts(self._num_bytes, 0, taken.largest_pass, taken.tapped, (self._widths.row * item,))
 
 
 class EngineSizes:
@@ -130,7 +142,7 @@ class EngineSizes:
         step = _step_bytes(shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
         if self._draft is not None:  # its passes come before the target's steps, its load after that's
             drafts = self._draft.draft_parts(limits, around, dtype)
-            weights, load, step = weights + drafts.weights, max(load, drafts.load), max(step, drafts.step)
+            weights, load, step = weights + drafts.weights, max(load, drafts.load), drafts.held + max(step, drafts.step)
             groups = tuple(with_draft(groups, drafts.row_bytes))
         available = CPU_POOL_BYTES
         if around.gpu_bytes:
@@ -164,10 +176,12 @@ class EngineSizes:
     def draft_parts(self, limits: EngineLimits, around: Surroundings, of_target: str) -> DraftParts:
         """Return what it takes beside a target that has these limits: its weights are its engine's own."""
         dtype, alone = self._dtype(around), replace(around, shares_weights=False)
+        longest = longest_sequence(_namespace(self.shape.text)) or limits.max_seq_len
+        limits = replace(limits, max_seq_len=min(limits.max_seq_len, longest), max_draft_len=0)
         has_decoder = self.shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")
         weights, load = self._weights(dtype, has_decoder, limits, alone)
         step = _step_bytes(self.shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
-        return DraftParts(weights, load, step, tuple(layer.row_bytes for layer in self.shape.geometry(dtype)))
+        return DraftParts(weights, load, step, 0, tuple(layer.row_bytes for layer in self.shape.geometry(dtype)))
 
     @property
     def own_dtype(self) -> str | None:
@@ -207,7 +221,7 @@ class EngineSizes:
             return KeptBytes()
         if is_gpu and (values := _kept_experts(shape, told)):
             return KeptBytes(products=values, product_bytes=values // 2 + values // _MXFP4_GROUP)
-        size = kept_item_bytes(told, is_gpu, dtype)
+        size = kept_item_bytes(told, is_gpu, dtype, around.has_fp8)
         if size is None or shape.num_experts:
             return KeptBytes() if is_gpu else self._kept_blocks()
         return KeptBytes(products=self.parameters.products, product_bytes=round(self.parameters.products * size))
@@ -264,7 +278,7 @@ def _table_bytes(shape: DecoderShape, limits: EngineLimits) -> int:
 
 
 def _step_bytes(shape: DecoderShape, limits: EngineLimits, dtype: str, has_decoder: bool, is_gpu: bool) -> int:
-    on = StepWidths(limits.max_num_tokens, limits.max_seq_len, limits.max_batch_size, dtypes.ITEM_BYTES[dtype])
+    on = StepWidths(limits.max_num_tokens, limits.max_seq_len, limits.most_sampled_rows, dtypes.ITEM_BYTES[dtype])
     step = packed_step(shape, on) if has_decoder and not is_gpu else modules_step(shape, on, is_gpu)
     if is_gpu:
         return step

@@ -47,16 +47,16 @@ def _bytes_of(weights: Mapping[str, Weight], name: str) -> int | None:
     return weights[name].parts[0].num_bytes if are_kept(weights, [name]) else None
 
 
-def kept_item_bytes(told: ConfigFields | None, is_gpu: bool, dtype: str) -> float | None:
+def kept_item_bytes(told: ConfigFields | None, is_gpu: bool, dtype: str, has_fp8: bool = True) -> float | None:
     """Return the bytes of a projection's weight, with its share of scales; None: it is dequantized.
 
-    `told`: config.json's quantization_config. `dtype`: that is computed in.
+    `told`: config.json's quantization_config. `dtype`: that is computed in. `has_fp8`: the GPU converts 8-bit floats.
     """
     if told is None:
         return None
     read = _METHODS.get(str(told.tree.get("quant_method")))
     found = None if read is None else read(told.tree, is_gpu)
-    return None if found == _FP8 and dtype == "float32" else found
+    return None if found == _FP8 and (dtype == "float32" or not has_fp8) else found
 
 
 def _awq(told: _Told, is_gpu: bool) -> float | None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from bireme.config import EngineConfig, Recipe
 from bireme.engines.stub.environment import devices_of, gpu_neighbors
 from bireme.engines.torch import native
+from bireme.engines.torch.geometry import why_no_fp8
+from bireme.engines.torch.weights.kv_schemes import is_of_kv_alone
 from bireme.engines.torch.weights.limits import FP8, FP8_REMEDY, draft_config, why_no_fp8_kv
 from bireme.errors import ConfigError
 from bireme.gguf.folder import gguf_files
 from bireme.gguf.head import read_head
-from bireme.launch.footprint.config_fields import UncountedError, read_config
+from bireme.launch.footprint.config_fields import ConfigFields, UncountedError, read_config
 from bireme.launch.footprint.decoder_shape import read_shape
 from bireme.launch.footprint.engine_footprint import (
     GPU_CONTEXT_BYTES,
@@ -142,7 +144,7 @@ class LaunchFootprint:
         try:
             engine = self._engine(stage, gpu)
             folder = Path(self._recipe.worker_model_path(stage))
-            is_sure = not gguf_files(folder) and "quantization_config" not in read_config(folder)
+            is_sure = not gguf_files(folder) and _has_plain_weights(read_config(folder))
         except ConfigError as error:
             is_wrong = not isinstance(error, UncountedError)
             return WorkerFootprint(
@@ -166,6 +168,7 @@ class LaunchFootprint:
             draft = _draft_sizes(asked, speculation.decoding_type, Path(speculation.speculative_model))
         around = Surroundings(
             gpu_bytes=self.machine.gpus[gpu] if gpu is not None else 0,
+            has_fp8=not why_no_fp8(self.machine.capability(gpu)),
             has_compiler=_has_compiler(),
             shares_weights=recipe.memory_service.enabled,
             gpu_neighbors=gpu_neighbors(recipe, stage) if gpu is not None else (),
@@ -182,7 +185,8 @@ class LaunchFootprint:
     def _kv_problems(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
         """Of KV that this machine's engines do not attend to."""
         asked = self._recipe.workers[worker.stage].engine_config.kv_cache_config.dtype
-        if asked == FP8 and (why := why_no_fp8_kv(bool(self.machine.gpus))):
+        why = why_no_fp8_kv(bool(self.machine.gpus)) or why_no_fp8(self.machine.capability(worker.gpu))
+        if asked == FP8 and why:
             key = f"workers.{worker.stage}.engine_config.kv_cache_config.dtype"
             yield FitProblem(key=key, value=asked, reason=why, remedy=FP8_REMEDY, is_error=True)
 
@@ -277,12 +281,17 @@ def _sizes(asked: EngineConfig, folder: Path, draft: EngineSizes | HeadSizes | N
     config = read_config(folder)
     shape = read_shape(config)
     files = None  # of a quantized checkpoint: config.json says what its weights are
-    if "quantization_config" not in config:
+    if _has_plain_weights(config):
         files = read_weight_files(folder, not shape.parameters.head, len(shape.windows))
     if files is None and config.block("vision_config") is not None:
         raise UncountedError("not counted: a model that sees is counted from its files, and there are none")
     paths = gguf_files(folder)
     return EngineSizes(asked, shape, files, kept_blocks(read_head(paths[0])) if paths else None, draft)
+
+
+def _has_plain_weights(config: ConfigFields) -> bool:
+    told = config.block("quantization_config")
+    return told is None or is_of_kv_alone(told.tree)
 
 
 def _has_compiler() -> bool:

@@ -10,9 +10,16 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _PATIENCE_S = 20.0
+_NEWEST = (99, 0)
 _CGROUPS = Path("/sys/fs/cgroup")
+
+
+class VisibleGpu(NamedTuple):
+    num_bytes: int
+    capability: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +29,24 @@ class MachineMemory:
     available: int  # without taking it from anybody; the host's, or less where the cgroup's limit says so
     swap: int = 0  # that is free
     gpus: tuple[int, ...] = ()  # all of each that an engine would see; none: engines compute on the CPU
+    capabilities: tuple[tuple[int, int], ...] = ()  # the GPUs' compute capabilities; none: the driver does not tell
+
+    def capability(self, gpu: int | None) -> tuple[int, int]:
+        """Return that of a GPU, the newest where it is not known; None: the CPU, which has none."""
+        return self.capabilities[gpu] if gpu is not None and gpu < len(self.capabilities) else _NEWEST
 
 
 def read_machine(environment: Mapping[str, str] = os.environ) -> MachineMemory:
     host = _meminfo(Path("/proc/meminfo"))
     room = min([host.get("MemAvailable", 0), *_cgroup_rooms()])
-    return MachineMemory(room, host.get("SwapFree", 0), tuple(_gpus(environment)))
+    gpus = _gpus(environment)
+    capabilities = tuple(gpu.capability for gpu in gpus if gpu.capability is not None)
+    return MachineMemory(
+        available=room,
+        swap=host.get("SwapFree", 0),
+        gpus=tuple(gpu.num_bytes for gpu in gpus),
+        capabilities=capabilities if len(capabilities) == len(gpus) else (),
+    )
 
 
 def _meminfo(path: Path) -> dict[str, int]:
@@ -68,26 +87,32 @@ def _rooms(base: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
             return
 
 
-def _gpus(environment: Mapping[str, str]) -> list[int]:
-    """Return the memory of each GPU that the engines' torch would compute on."""
+def _gpus(environment: Mapping[str, str]) -> list[VisibleGpu]:
+    """Return each GPU that the engines' torch would compute on."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if program is None or visible in ("", "-1") or _is_torch_without_cuda():
         return []
-    sizes = _gpu_sizes(program)
-    names = visible.split(",") if visible else [name for name in sizes if name.isdigit()]
-    return [sizes[name] for name in names if name in sizes]
+    # Drivers before 510 refuse a query that names compute_cap.
+    found: dict[str, VisibleGpu] = {}
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        basic = "index,uuid,memory.total"
+        found = _gpus_by_name(program, f"{basic},compute_cap") or _gpus_by_name(program, basic)
+    names = visible.split(",") if visible else [name for name in found if name.isdigit()]
+    return [found[name] for name in names if name in found]
 
 
-def _gpu_sizes(program: str) -> dict[str, int]:
-    """Return bytes of each GPU, by its number and by its UUID; none where the driver does not answer."""
-    command = [program, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
-        rows = [line.replace(" ", "").split(",") for line in done.stdout.splitlines()]
-        return {name: int(size) << 20 for index, uuid, size in rows for name in (index, uuid)}
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return {}
+def _gpus_by_name(program: str, query: str) -> dict[str, VisibleGpu]:
+    """Return each GPU by its number and by its UUID; none where the driver refuses. Raises what subprocess does."""
+    command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    found = {}
+    for line in done.stdout.splitlines() if not done.returncode else ():
+        index, uuid, size, *rest = line.replace(" ", "").split(",")
+        major, _, minor = rest[0].partition(".") if rest else ("", "", "")
+        capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+        found[index] = found[uuid] = VisibleGpu(int(size) << 20, capability)
+    return found
 
 
 def _is_torch_without_cuda() -> bool:

@@ -30,6 +30,7 @@ from tests.gguf import models
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 512}
 SIZES |= {"head_dim": 256, "intermediate_size": 1024}
 GPU, CPU = Surroundings(gpu_bytes=80 << 30), Surroundings()
+OLDER_GPU = Surroundings(gpu_bytes=80 << 30, has_fp8=False)
 
 
 def weights_of(config, around, blocks=None, **settings):
@@ -78,7 +79,13 @@ def test_what_is_counted_as_kept_is_what_the_engine_keeps(layout):
     own = (OWN.get(layout) or LAYOUTS[layout]).config
     config = json.loads(json.dumps(MODEL | {"quantization_config": own}))
     assert (saved(config, GPU) > 0) == (layout in KEPT)
+    assert saved(config, OLDER_GPU) == (0 if is_fp8(own) else saved(config, GPU))  # dequantized there
     assert (saved(config, CPU) > 0) == (layout in KEPT and ("awq" in layout or "gptq" in layout or "int4" in layout))
+
+
+def is_fp8(told):
+    groups = json.dumps(told.get("config_groups"))
+    return told["quant_method"] in ("fp8", "fbgemm_fp8", "modelopt") or '"type": "float"' in groups
 
 
 MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "dtype": "bfloat16"}

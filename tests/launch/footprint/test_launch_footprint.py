@@ -12,6 +12,7 @@ from bireme.config import CHECKOUT
 from bireme.launch.footprint.launch_footprint import ENGINE_PROCESS_BYTES, LaunchFootprint
 from bireme.launch.footprint.machine_memory import MachineMemory, read_machine
 from bireme.recipe_files import load_recipe
+from tests.engines.torch import tiny_models
 
 GIB = 1 << 30
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -161,6 +162,33 @@ def test_a_quantized_checkpoint_takes_what_it_does_once_it_is_dequantized(recipe
     assert quantized == plain
 
 
+KV_ALONE = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+
+
+def test_a_checkpoint_that_quantizes_kv_alone_is_counted_as_the_plain_one_that_it_is(recipe, tmp_path):
+    (found,) = problems(recipe({"quantization_config": KV_ALONE}), MachineMemory(8 * GIB))
+    assert found.is_error
+    plain, told = (recipe(changes, {"load_format": "auto"}) for changes in ({}, {"quantization_config": KV_ALONE}))
+    files = tmp_path / "model"
+    tiny_models.save(files, "llama")
+    tree = json.loads((files / "config.json").read_text())
+    counted = []
+    for made, own in ((plain, {}), (told, {"quantization_config": KV_ALONE})):
+        (files / "config.json").write_text(json.dumps(tree | {"dtype": "float32"} | own))
+        counted.append(LaunchFootprint(made, MachineMemory(8 * GIB), 4).workers[0].engine)
+    assert counted[0] == counted[1]
+
+
+def test_8_bit_floats_are_no_saving_and_refused_as_kv_on_a_gpu_that_does_not_convert_them(recipe):
+    made = recipe({"quantization_config": {"quant_method": "fp8"}}, {"kv_cache_config": {"dtype": "fp8"}})
+    older, newer = (
+        MachineMemory(64 * GIB, gpus=(80 * GIB,), capabilities=(generation,)) for generation in ((8, 6), (8, 9))
+    )
+    assert problems(made, newer) == [] and "compute capability 8.9" in str(problems(made, older)[0])
+    weights = [LaunchFootprint(made, machine, 4).workers[0].engine.weights for machine in (older, newer)]
+    assert weights[0] == LaunchFootprint(recipe(), newer, 4).workers[0].engine.weights > 1.7 * weights[1]
+
+
 def test_kv_in_8_bits_is_refused_by_name_where_engines_are_on_a_cpu(recipe):
     made = recipe(engine={"kv_cache_config": {"dtype": "fp8"}})
     (found,) = problems(made, MachineMemory(64 * GIB))
@@ -215,6 +243,15 @@ def test_a_draft_model_counts_with_its_weights_and_keys_and_values_but_not_in_pr
     assert "no/where, which drafts, is not here" in next(LaunchFootprint(missing, MachineMemory(99 * GIB), 4).lines())
 
 
+def test_rows_of_drafts_have_logits(recipe):
+    config = {"max_seq_len": 2048, "max_num_tokens": 512}
+    alone, drafting = (
+        LaunchFootprint(recipe(engine=config | more), MachineMemory(99 * GIB), 4).workers[0].engine
+        for more in ({}, {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3}})
+    )
+    assert drafting.step - alone.step >= 64 * 128_256 * 10  # four times as many rows, of which attention has some
+
+
 def test_a_head_counts_with_its_file_and_one_layer_of_keys_and_values(recipe):
     head = CHECKOUT / "models" / "tiny-chat" / "eagle3"
     kind = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": str(head)}
@@ -224,5 +261,6 @@ def test_a_head_counts_with_its_file_and_one_layer_of_keys_and_values(recipe):
         for config in ({}, {"speculative_config": kind})
     )
     assert drafting.weights - alone.weights == (head / "model.safetensors").stat().st_size
+    assert drafting.step - alone.step >= 3 * 2048 * 64 * 2  # the rows that the head reads, held beside a step
     of_a_token = 2 * 2 * 32 * {"bfloat16": 2, "float32": 4}[alone.dtype]  # keys and values of two heads
     assert drafting.bytes_per_token - alone.bytes_per_token == of_a_token

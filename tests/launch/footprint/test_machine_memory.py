@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from bireme.launch.footprint import machine_memory
 from bireme.launch.footprint.machine_memory import _cgroup_rooms, read_machine
 
 
@@ -33,3 +36,20 @@ def test_hidden_gpus_are_none(tmp_path):
     program.chmod(0o755)
     path = f"{tmp_path}:/usr/bin:/bin"
     assert read_machine({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}).gpus == ()
+
+
+@pytest.mark.parametrize(("refuses", "expected"), [("nothing", ((9, 0), (8, 6))), ("compute_cap", ())])
+def test_gpus_are_told_with_their_compute_capability_where_the_driver_knows_it(
+    tmp_path, monkeypatch, refuses, expected
+):
+    monkeypatch.setattr(machine_memory, "_is_torch_without_cuda", lambda: False)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *{refuses}*) echo invalid; exit 2;; *compute_cap*) a=", 9.0"; b=", 8.6";; esac\n'
+        'echo "0, GPU-aa, 1000$a"; echo "1, GPU-bb, 2000$b"\n'
+    )
+    program.chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    machine, second = read_machine({"PATH": path}), read_machine({"PATH": path, "CUDA_VISIBLE_DEVICES": "GPU-bb"})
+    assert (machine.gpus, machine.capabilities) == ((1000 << 20, 2000 << 20), expected)
+    assert (second.gpus, second.capabilities) == ((2000 << 20,), expected[1:])

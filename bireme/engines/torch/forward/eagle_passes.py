@@ -22,6 +22,7 @@ from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.geometry import group_layers
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import SchedulerOutput, Sequence
+from bireme.engines.torch.weights.eagle_bytes import eagle_bytes
 from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
 from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
@@ -43,9 +44,10 @@ class LoadedHead:
         """Return what a token's keys and values take."""
         return (self.head.geometry.row_bytes,)
 
-    def peak_bytes(self) -> int:
-        """Return what its passes take of a GPU beyond what the model's steps do."""
-        return 0
+    def peak_beside(self, step: int) -> int:
+        """Return what the largest step takes beyond weights and pools. `step`: that of the model alone."""
+        item = self.head.geometry.dtype.itemsize
+        return eagle_bytes(self.head.shape.widths, self.setup.limits, item).beside(step)
 
     def open(self, forward: Forward, num_blocks: int) -> EaglePasses:
         """Allocate its pools, and have the model's steps keep what it reads. `num_blocks`: of the first group."""

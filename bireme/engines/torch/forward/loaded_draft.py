@@ -42,9 +42,12 @@ class LoadedDraft:
         """Return what a token's keys and values take, a layer each."""
         return tuple(size for group in self.groups for size in group.row_bytes)
 
-    def peak_bytes(self) -> int:
-        """Return what its largest pass takes of a GPU beyond weights and pools. Raises ConfigError."""
-        return self.model.peak_bytes(self.setup)
+    def peak_beside(self, step: int) -> int:
+        """Return what the largest step takes of a GPU beyond weights and pools. `step`: that of the model alone.
+
+        Raises ConfigError.
+        """
+        return max(step, self.model.peak_bytes(self.setup))
 
     def open(self, num_blocks: int) -> Forward:
         """Allocate its pools and return what computes its steps. `num_blocks`: of the target's first group."""

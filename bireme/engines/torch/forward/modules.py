@@ -64,7 +64,8 @@ def peak_bytes(model: Any, geometry: Sequence[LayerGeometry], limits: EngineLimi
     before: int = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = torch.zeros(1, limits.max_num_tokens, dtype=torch.int64, device=device)
-    rows = torch.arange(min(limits.max_num_tokens, limits.max_batch_size + limits.max_logprob_rows), device=device)
+    most = min(limits.max_num_tokens, limits.most_sampled_rows + limits.max_logprob_rows)
+    rows = torch.arange(most, device=device)
     try:
         _forward(model, SizingStep(), tokens, tokens, rows).float().log_softmax(-1)
     except torch.OutOfMemoryError as error:

@@ -13,8 +13,9 @@ import importlib.util
 
 import torch
 
+from bireme.engines.torch import geometry
+
 _BEFORE_A_LAUNCH = ("triton.tools.tensor_descriptor", "triton.experimental.gluon.nvidia.hopper")
-_FIRST_WITH_FP8 = (8, 9)  # whose instructions convert them
 _KEY_IS_IN = ("triton.runtime.cache", "triton.compiler.compiler")  # the first since Triton 3.5
 
 
@@ -24,9 +25,7 @@ def is_usable(device: torch.device) -> bool:
 
 def why_no_fp8(device: torch.device) -> str:
     """Return why a device that kernels run on takes no 8-bit floats; empty: it does."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
-        return "GPUs before compute capability 8.9 have no 8-bit floats"
-    return ""
+    return geometry.why_no_fp8(torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
 
 
 def prepare_compiler() -> None:

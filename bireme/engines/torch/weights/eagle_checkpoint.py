@@ -18,9 +18,9 @@ from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from bireme.engines.torch.weights.eagle_bytes import NUM_TAPS, EagleWidths
 from bireme.errors import ConfigError, one_line
 
-NUM_TAPS = 3
 WEIGHTS = "model.safetensors"
 _FITTING = "name a head that was trained for this model"
 _Count = Annotated[int, Meta(ge=1)]
@@ -81,6 +81,17 @@ class EagleShape:
     eps: float
     taps: tuple[int, ...]  # the layers whose outputs it reads, counted from 0
     rotary: dict[str, Any]  # config.json, as transformers' LlamaConfig takes it
+
+    @property
+    def widths(self) -> EagleWidths:
+        return EagleWidths(
+            base=self.base_hidden_size,
+            hidden=self.hidden_size,
+            queries=self.num_heads * self.head_size,
+            row=2 * self.num_kv_heads * self.head_size,
+            vocab=self.vocab_size,
+            draft_vocab=self.draft_vocab_size,
+        )
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

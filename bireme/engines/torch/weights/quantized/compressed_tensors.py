@@ -67,13 +67,6 @@ def named_by_scheme(told: dict[str, Any]) -> StoredAs | None:
     return StoredAs("W4A16_GPTQ", group or 0, torch.float16) if is_kept else None
 
 
-def has_plain_weights(told: dict[str, Any]) -> bool:
-    """Return whether the scheme is of KV alone: no group of it stores weights. Raises ConfigError."""
-    scheme = convert(told, _CompressedConfig, TOLD)
-    stores = any(group.weights is not None for group in scheme.config_groups.values())
-    return scheme.kv_cache_scheme is not None and not stores
-
-
 def _scheme_of(told: dict[str, Any]) -> tuple[_WeightArgs, str]:
     """Return the arguments and the format of all weights. Raises ConfigError."""
     scheme = convert(told, _CompressedConfig, TOLD)

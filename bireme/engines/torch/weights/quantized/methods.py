@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bireme.conversion import convert
 from bireme.engines.torch.storage import BLOCK, StoredAs
+from bireme.engines.torch.weights.kv_schemes import is_of_kv_alone
 from bireme.engines.torch.weights.quantized.bitsandbytes import read_4bit, read_int8
 from bireme.engines.torch.weights.quantized.compressed_tensors import (
-    has_plain_weights,
     named_by_scheme,
     read_compressed_tensors,
 )
@@ -230,7 +230,7 @@ def form_named(told: _Told) -> StoredAs | None:
 
     Raises ConfigError for what is no such configuration.
     """
-    if _is_of_kv_alone(told):
+    if is_of_kv_alone(told):
         return None
     method = told.get("quant_method")
     if method == "fp8":
@@ -255,20 +255,13 @@ def _integers_named(method: str, told: _Told) -> StoredAs | None:
     return StoredAs("W4A16_GPTQ", max(0, gptq.group_size), torch.float16) if gptq.bits == 4 else None
 
 
-def _is_of_kv_alone(told: _Told) -> bool:
-    """Return whether a quantization_config says what KV is kept in, and that weights are plain. Raises ConfigError."""
-    if told.get("quant_method") == "modelopt":
-        return told.get("quant_algo") is None and told.get("kv_cache_quant_algo") is not None
-    return told.get("quant_method") == "compressed-tensors" and has_plain_weights(told)
-
-
 def read_quantization(told: _Told | None, shards: tuple[Path, ...]) -> Quantization | None:
     """Return how the weights are stored; None: plain. `told`: the quantization_config. No data is read.
 
     Raises ConfigError for methods that are not read, and for files that are not what the configuration says.
     """
     heads = read_heads(shards)
-    if told is None or _is_of_kv_alone(told):
+    if told is None or is_of_kv_alone(told):
         if eights := [name for name, head in heads.items() if head.dtype.startswith("F8_")]:
             raise ConfigError(
                 f"{eights[0]} is stored as {heads[eights[0]].dtype}, and config.json has no quantization_config that"
