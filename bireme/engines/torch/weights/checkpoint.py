@@ -179,7 +179,7 @@ def _make_up(kind: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     few.num_local_experts = 1
     model = kind.from_config(few, dtype=dtype)
     make_up_experts(model, config.num_local_experts)
-    model.config = config
+    few.num_local_experts = config.num_local_experts  # its modules hold this configuration
     return model
 
 
