@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from bireme import llm_args
+from bireme import llm_args, yaml_text
 from bireme.config import (
     CHECKOUT,
     DEFAULT_RECIPE,
@@ -173,7 +173,7 @@ def _find_draft_model(block: Any, key: str, folder: Path) -> None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml_text.read(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist") from error
     except OSError as error:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
+from bireme import yaml_text
 from bireme.config import Recipe
 from bireme.discovery import run_folder
 from bireme.engines.stub.environment import devices_of, num_threads
@@ -65,7 +65,7 @@ class ConfigFile:
         if self._path.suffix == ".json":
             text = json.dumps(document, indent=2)
         else:
-            text = yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True)
+            text = yaml_text.write(document)
         draft = self._draft(f"{text}\n".encode())
         try:
             draft.replace(self._path)

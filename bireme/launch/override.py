@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from bireme import yaml_text
 from bireme.errors import ConfigError
 from bireme.recipe_files import deep_merge
 
@@ -48,7 +49,7 @@ def _parse(override: str) -> dict[str, Any]:
 
 def _value(setting: str, text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        value = yaml_text.read(text)
         json.dumps(value)
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {setting}: the value is not YAML that JSON can carry; quote it") from error

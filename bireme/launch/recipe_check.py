@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from bireme import yaml_text
 from bireme.config import Recipe
 from bireme.engines.config import check_values, refusals
 from bireme.engines.trtllm import pair_rules
@@ -210,7 +211,7 @@ def _finding(
 def read_sources(folder: Path) -> YamlSource:
     """Of a recipe's YAML and the files that it names, as far as they exist. Raises yaml.YAMLError and OSError."""
     source = read_source(folder / "recipe.yaml")
-    workers = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    workers = yaml_text.read((folder / "recipe.yaml").read_text(encoding="utf-8"))
     workers = workers.get("workers") if isinstance(workers, dict) else None
     for stage, worker in (workers if isinstance(workers, dict) else {}).items():
         if isinstance(worker, dict):
@@ -225,7 +226,7 @@ def _include_files(source: YamlSource, keys: Keys, named: dict[str, Any], folder
         below = (*keys, *name.split("."))
         source.include(below, read_source(folder / value))
         if name == "engine_config":
-            tree = yaml.safe_load((folder / value).read_text(encoding="utf-8"))
+            tree = yaml_text.read((folder / value).read_text(encoding="utf-8"))
             block = tree.get("moe_config") if isinstance(tree, dict) else None
             balancer = block.get("load_balancer") if isinstance(block, dict) else None
             _include_files(source, below, {"moe_config.load_balancer": balancer}, folder)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import yaml
 
+from bireme import yaml_text
+
 Keys = tuple[str, ...]
 
 
@@ -56,7 +58,7 @@ def read_source(file: Path) -> YamlSource:
     """Raises yaml.YAMLError and OSError."""
     source = YamlSource(file)
     with file.open(encoding="utf-8") as stream:  # a stream, so that PyYAML's errors name the file
-        root = yaml.compose(stream, Loader=yaml.SafeLoader)
+        root = yaml_text.compose(stream)
     if root is not None:
         for keys, node in _walk(root, ()):
             place = Place(file, node.start_mark.line + 1)

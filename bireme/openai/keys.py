@@ -27,6 +27,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from bireme import yaml_text
 from bireme.conversion import convert
 from bireme.errors import ConfigError
 from bireme.openai.http.error_replies import HttpError, RateLimitError
@@ -190,7 +191,7 @@ def load_keys(path: Path, share: Share = _whole) -> ApiKeys:
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
     """Return a key file's entries. Raises ConfigError."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml_text.read(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no date, no number, no UTF-8
         raise ConfigError(f"API keys: {path} can't be read: {type(error).__name__}; check the file") from error
     entries = convert(tree, KeyFile, str(path)).keys

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from bireme import yaml_text
 from bireme.conversion import convert
 from bireme.errors import ConfigError
 from bireme.planner.planner_settings import PlannerSettings
@@ -26,7 +27,7 @@ class PlannerFile:
             if seen == self._seen:
                 return None
             self._seen = seen
-            tree = yaml.safe_load(self._path.read_text())
+            tree = yaml_text.read(self._path.read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{self._path}: it can't be read ({error})") from error
         settings = convert(tree if tree is not None else {}, PlannerSettings, str(self._path))

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from bireme import yaml_text
 from bireme.errors import ConfigError
 from bireme.recipe_files import load_recipe
 
@@ -77,7 +78,7 @@ def _is_decided(router: Mapping[str, Any], key: str) -> bool:
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml_text.read(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: no YAML ({error})") from error
     return tree if isinstance(tree, dict) else {}

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from bireme import yaml_text
 from bireme.config import CHECKOUT
 from bireme.sizing import recipe_rules as rules
 from bireme.sizing.recipe_plan import ACCEPTED, BUSY, RecipePlan, SizedEngine, Wish, other_way
@@ -71,7 +70,7 @@ def _scalar(value: Any) -> str:
         return "null"
     if isinstance(value, float):
         return f"{value:.7f}".rstrip("0").removesuffix(".") if value < 1e-4 else repr(value)
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and yaml.safe_load(value) == value
+    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and yaml_text.read(value) == value
     return str(value) if is_plain else json.dumps(value)
 
 

@@ -7,6 +7,7 @@ import stat
 import pytest
 import yaml
 
+from bireme import yaml_text
 from bireme.config import CHECKOUT
 from bireme.errors import ConfigError
 from bireme.launch.config_dump import ConfigFile, describe
@@ -32,7 +33,7 @@ def dump(tmp_path, monkeypatch):
         file = ConfigFile(str(tmp_path / "config.yaml"))
         file.write(describe(deployment, serve.given_by(options), "starting"))
         run_folder.remove()
-        return yaml.safe_load((tmp_path / "config.yaml").read_text())
+        return yaml_text.read((tmp_path / "config.yaml").read_text())
 
     return dump
 

@@ -51,7 +51,7 @@ def change(tree, path, value, is_removal):
 
 def write(folder, files):
     for name, tree in files.items():
-        (folder / name).write_text(yaml.safe_dump(tree))
+        (folder / name).write_text(yaml.dump(tree, Dumper=yaml.CSafeDumper))
     return folder
 
 

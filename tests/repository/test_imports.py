@@ -16,7 +16,7 @@ from tests.repository.house import CHECKOUT, MODULES, PACKAGE, imports_of, name_
 # Lower may not import higher. Modules of one row may import each other.
 ROWS = (
     ("errors", "settings", "best_effort", "canary_mark", "coalescing", "engine_kinds", "own_process", "child_process")
-    + ("private_files",),
+    + ("private_files", "yaml_text"),
     ("specs", "messages", "sampling", "guides", "request", "disagg", "config", "conversion", "metrics", "types")
     + ("parameters", "serving_options", "stop_signals", "gathering", "inbox", "own_work", "request_trace")
     + ("metric_aliases", "gguf"),

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-import yaml
-
+from bireme import yaml_text
 from bireme.engines.trtllm.field_types import FieldType, parse_type
 from bireme.engines.trtllm.problems import NOTHING, Path, Problem, show
 
@@ -53,8 +52,7 @@ class Field:
 @functools.cache
 def contract() -> dict[str, Any]:
     """Return contract.yaml. Callers must not change it."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's takes a seventh of the time
-    tree: dict[str, Any] = loader(CONTRACT.read_text(encoding="utf-8")).get_single_data()
+    tree: dict[str, Any] = yaml_text.read(CONTRACT.read_text(encoding="utf-8"))
     return tree
 
 
