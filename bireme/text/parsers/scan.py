@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+import re
+from collections.abc import Collection
 
 MAX_TRIMMED = 64  # white space beside a marker that counts as layout; more is text
 
 
-def split(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
+def split(text: str, markers: tuple[str, ...]) -> tuple[str, str, str]:
     """Cut at the first marker: text before it, the marker, what follows.
 
     Without a complete marker: certain text, "", and the end that may still become a marker.
     """
+    if not markers or _first_letters(markers).search(text) is None:
+        return text, "", ""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:
         at, marker = min(found)
@@ -20,6 +24,11 @@ def split(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
     for marker in markers:
         keep = max(keep, _overlap(text, marker))
     return text[: len(text) - keep], "", text[len(text) - keep :]
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_letters(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("[" + re.escape("".join({marker[0] for marker in markers})) + "]")
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -195,8 +195,8 @@ class StatefulParser(ABC):
             self._events.append(Content(text))
 
     def _take(self) -> list[Event]:
-        events, self._events = merged(self._events), []
-        return events
+        events, self._events = self._events, []
+        return merged(events) if len(events) > 1 else events
 
 
 def merged(events: list[Event]) -> list[Event]:

@@ -5,7 +5,6 @@ A damaged tag counts only where something follows that can follow the tag: value
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -37,7 +36,9 @@ def tag_length(text: str, tag: str, is_last: bool, follows: Follows, follows_nea
     """Return how much of the text's start is this tag, perhaps damaged; 0: it is none, PENDING."""
     if text.startswith(tag):
         return len(tag)
-    same = len(os.path.commonprefix((text, tag)))
+    if len(text) > 1 and text[0] not in tag[:2] and text[1] not in tag[:2]:  # wrong in more than one character
+        return 0
+    same = next((at for at, (one, other) in enumerate(zip(text, tag, strict=False)) if one != other), len(text))
     tries = [(length, follows_near or follows) for length in _near_lengths(text, tag, same)]
     tries += [(length, follows) for length in _cut_lengths(text, tag, same)]
     for length, is_followed in tries:
