@@ -143,8 +143,12 @@ class Console:
         """Wait until the queue is written, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         self._has_lines.set()
-        while (self._queue or self._is_writing) and time.monotonic() < deadline:
+        while self._is_behind() and time.monotonic() < deadline:
             time.sleep(0.01)
+
+    def _is_behind(self) -> bool:
+        with self._lock:  # without it, lines that are just being taken are neither in the queue nor being written
+            return bool(self._queue) or self._is_writing
 
     def _start_writer(self) -> None:
         if not self._is_registered:

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
+from collections import deque
 
 from bireme.launch.console import _MAX_ALIKE, Console, Repeats
 
@@ -48,6 +50,26 @@ def test_what_was_dropped_is_counted_once_somebody_reads_again():
         _, said = process.communicate("go on\n", timeout=120)
     dropped = sum(map(int, re.findall(r"\.\.\. (\d+) lines were dropped", said)))
     assert dropped > 0 and dropped + said.count("said number=") == 300_000
+
+
+def test_lines_that_are_just_being_taken_are_waited_for(monkeypatch):
+    console, written, at_the_end, is_taken = Console(), [], [], threading.Event()
+    monkeypatch.setattr("bireme.launch.console._write_all", written.append)
+    flushing = threading.Thread(target=lambda: (console.flush(60), at_the_end.extend(written)))
+
+    class Queue(deque):
+        def clear(self):
+            super().clear()
+            if not is_taken.is_set():
+                flushing.start()
+                flushing.join(0.3)  # it is given the time to end too early
+                is_taken.set()
+
+    console._queue = Queue()
+    console.event("said")
+    assert is_taken.wait(60)
+    flushing.join()
+    assert len(at_the_end) == 1
 
 
 def test_all_that_was_said_is_written_by_the_end():
