@@ -103,7 +103,7 @@ def test_a_killed_server_takes_its_stubs_along(tmp_path, recipe):
     with start_server(recipe, ports=free_ports(), repositories=(repository,)) as server:
         members = [server.pid, server.stub_pid("echo")]
         os.kill(server.pid, signal.SIGKILL)
-        assert server.wait(5)
+        assert server.wait(60)
     assert not any(processes.is_alive(pid) for pid in members)
 
 

@@ -186,7 +186,7 @@ async def test_during_a_write_only_the_end_is_waited_for():
     await asyncio.sleep(0.05)
     assert not waiting.done()
     stream.close()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
 
 
 async def test_what_comes_during_a_write_is_written_after_it():

@@ -27,7 +27,7 @@ LIMIT_S = 120
 
 
 def get(port, path):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=LIMIT_S) as reply:
         return reply.read().decode()
 
 
@@ -90,7 +90,7 @@ def test_whoever_is_asked_shows_the_counts_of_all(group):
 
 def test_whoever_is_watched_shows_the_live_state_of_all(group):
     _, port = group
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/live", timeout=5) as events:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/live", timeout=LIMIT_S) as events:
         state = json.loads(events.readline().removeprefix(b"data: "))
     assert state["processes"] == {"count": 2, "answered": 2} and state["models"][0]["name"] == "tiny-chat"
 
@@ -102,7 +102,7 @@ def test_whoever_is_asked_finds_the_timeline_of_a_request(group):
         {"x-request-id": "mine", "content-type": "application/json"},
     )
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(urllib.request.Request(url, b'{"model": "nobody", "prompt": "hi"}', headers), timeout=5)
+        urllib.request.urlopen(urllib.request.Request(url, b'{"model": "nobody", "prompt": "hi"}', headers), timeout=LIMIT_S)
     for _ in range(10):  # each a connection of its own
         found = json.loads(get(port, "/v1/requests/mine/timeline"))
         assert (found["state"], "model_not_found" in found["error"]) == ("failed", True)

@@ -59,7 +59,7 @@ class VideoScript:
         return None
 
     async def begun(self, count: int = 1) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.ends) < count:
                 await asyncio.sleep(0.01)
 
