@@ -102,7 +102,9 @@ def test_whoever_is_asked_finds_the_timeline_of_a_request(group):
         {"x-request-id": "mine", "content-type": "application/json"},
     )
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(urllib.request.Request(url, b'{"model": "nobody", "prompt": "hi"}', headers), timeout=LIMIT_S)
+        urllib.request.urlopen(
+            urllib.request.Request(url, b'{"model": "nobody", "prompt": "hi"}', headers), timeout=LIMIT_S
+        )
     for _ in range(10):  # each a connection of its own
         found = json.loads(get(port, "/v1/requests/mine/timeline"))
         assert (found["state"], "model_not_found" in found["error"]) == ("failed", True)
