@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import json
 import logging
@@ -149,6 +150,10 @@ class Campaign:
             self._check(f"beside {kind}", beside, (BiremeError, None) if self._is_harmed else (None,))
         except HangError as hang:
             self.tally.hangs.append(f"{kind}: {hang}")
+        except EndedError as ended:
+            self.tally.wrong.append(f"{kind}: {ended}")
+            for worker in list(self._peers):
+                self._kill(worker)
         self.tally.seconds[kind] += time.monotonic() - began
 
     def _end_peers(self) -> None:
@@ -467,6 +472,10 @@ class HangError(Exception):
     """Something did not end."""
 
 
+class EndedError(Exception):
+    """A process ended that nobody had killed."""
+
+
 def check_end(
     tally: Tally, kind: str, fetching: Fetching, allowed: tuple[Any, ...], *, writes_before_end: bool = False
 ) -> BiremeError | None:
@@ -525,16 +534,23 @@ class Peer:
 
     def __init__(self, folder: Path, worker: str, life: int, backend: str) -> None:
         self._pipe, theirs = _PROCESSES.Pipe()
-        self._process = _PROCESSES.Process(target=_serve, args=(theirs,), daemon=True)
+        self._said = folder / f"{worker}-{life}.log"
+        self._process = _PROCESSES.Process(target=_serve, args=(theirs, self._said), daemon=True)
         self._process.start()
         theirs.close()
         self.call("start", run_dir=str(folder), worker=worker, life=life, backend=backend)
 
     def call(self, method: str, **arguments: Any) -> Any:
-        self._pipe.send((method, arguments))
-        if not self._pipe.poll(2 * HANG_S):
-            raise HangError(f"{method} of another process")
-        return self._pipe.recv()
+        """Raises HangError, and EndedError where its process has ended by itself."""
+        try:
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(2 * HANG_S):
+                raise HangError(f"{method} of another process")
+            return self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            self._process.join(HANG_S)
+            said = self._said.read_text(errors="replace")[-3000:]
+            raise EndedError(f"{method}: its process ended with {self._process.exitcode}; it said: {said}") from error
 
     def export(self, num_tokens: int, read_delay_s: float = 0.0) -> DisaggregatedParams:
         return DisaggregatedParams(**self.call("export", num_tokens=num_tokens, read_delay_s=read_delay_s))
@@ -553,10 +569,11 @@ class Peer:
         self._pipe.close()
 
 
-def _serve(pipe: Any) -> None:
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)  # UCX logs that peers are gone
-    os.dup2(quiet, 2)
+def _serve(pipe: Any, said: Path) -> None:
+    log = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)  # UCX logs that peers are gone
+    os.dup2(log, 2)
+    faulthandler.enable()
     logging.disable()
     calls = Calls()
     with contextlib.suppress(EOFError):
