@@ -7,6 +7,7 @@ What a start compares, decoder and dequantized reference, is told with it. Then 
 layer in a CUDA graph of several layers, times 32 layers, by form, rows and kernel, as long as there is time.
 
     python3 benchmarks/quantized_gpu.py OUT.json   # 240 seconds
+    python3 benchmarks/quantized_gpu.py OUT.json --form int4_groups --seconds 70
     python3 benchmarks/quantized_gpu.py --quick    # also without a GPU, products alone, to see that it runs
 
 A case that fails is told with the end of its traceback, and the next one follows. The aims come last.
@@ -38,18 +39,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from benchmarks.engine_gpu import SHAPES, Bench, write_config
+from benchmarks.int4_products import graph_seconds, int4_weight, plain_product
 from bireme.config import CudaGraphConfig, EngineConfig, KvCacheConfig, Limits, QuantConfig
 from bireme.engines.base import EngineContext
 from bireme.engines.child.validate import Gate
-from bireme.engines.torch.kernels import (
-    int4_linear,
-    one_row_fp8,
-    one_row_linear,
-    rounded_linear,
-    row_wise,
-)
-from bireme.engines.torch.storage import BLOCK, Fp8Weight, Int4Weight, StoredAs, WeightForm, restored, rounded
-from bireme.engines.torch.weights.stored_linear import empty_weight, round_into
+from bireme.engines.torch.kernels import one_row_fp8, one_row_linear, rounded_linear, row_wise
+from bireme.engines.torch.kernels.int4_linear import MOST_ROWS as MOST_INT4_ROWS
+from bireme.engines.torch.kernels.int4_linear import few_rows_int4
+from bireme.engines.torch.storage import BLOCK, Fp8Weight, WeightForm, restored, rounded
 from bireme.metrics import Registry
 
 ALGOS = {
@@ -58,7 +55,6 @@ ALGOS = {
     WeightForm.INT4_GROUPS: "W4A16_AWQ",
 }
 ROWS = (1, 8, 32, 128)
-GROUP = 128  # of 4-bit integers
 CONTEXT, PROMPT, TURNS, STEPS = 1000, 8192, 3, 12
 FP8_KV = {WeightForm.FP8_CHANNEL: "fp8_channel, fp8 KV", WeightForm.PLAIN: "plain, fp8 KV"}  # names, by the weights
 AIMS: dict[str, dict[Any, float]] = {  # of bfloat16's time
@@ -77,6 +73,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--seconds", type=float, default=240.0, help="no case is begun when so many have passed")
     parser.add_argument("--quick", action="store_true", help="products of a tiny layer alone")
+    parser.add_argument("--form", choices=list(ALGOS), help="of the weights, beside bfloat16; default: each, and KV")
     parser.add_argument("--products", action="store_true", help="no engines, products of every tile")
     options = parser.parse_args()
     is_cuda = torch.cuda.is_available()
@@ -86,7 +83,7 @@ def main() -> None:
     if is_cuda and not options.quick and not options.products:
         with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
             config = write_config(folder, options.shape)
-            measure_engines(folder, config)
+            measure_engines(folder, config, options.form)
     measure_products(options)
     if is_cuda and options.shape == "8b" and not options.quick and not options.products:
         tell_aims()
@@ -191,11 +188,12 @@ class Engine(Bench):
         return 1e3 * sum(self._drain()[0])
 
 
-def measure_engines(folder: str, config: Any) -> None:
+def measure_engines(folder: str, config: Any, only: str | None) -> None:
     plain = None
     with case("plain"):
         plain = Engine(folder, config, WeightForm.PLAIN)
-    for form, kv_dtype in (*((form, "auto") for form in ALGOS), *((form, "fp8") for form in FP8_KV)):
+    wanted = (*((form, "auto") for form in ALGOS), *((form, "fp8") for form in FP8_KV))
+    for form, kv_dtype in wanted if only is None else ((WeightForm(only), "auto"),):
         with case(f"{form} {kv_dtype}"):
             other = Engine(folder, config, form, kv_dtype)
             if "resident" not in other._loaded.capacity.step_paths:
@@ -270,27 +268,14 @@ class Layers:
                 product(inputs[weight.shape[1]], weight)
 
 
-def int4_weight(plain: Tensor) -> Int4Weight:
-    """Return the weight rounded to groups of 4-bit integers."""
-    found = empty_weight(*plain.shape, StoredAs("W4A16_AWQ", GROUP, torch.float16), plain.device)
-    assert isinstance(found, Int4Weight)
-    round_into(plain, found)
-    return found
-
-
-def plain_product(x: Tensor, weight: Int4Weight) -> Tensor:
-    """What steps of many rows do: the weight is made plain first."""
-    return torch.nn.functional.linear(x, int4_linear.plain_weight(weight, x.dtype))
-
-
 def check_int4(device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weight = int4_weight(torch.randn(1024, 512, device=device))
     x, whole = torch.randn(40, 512, device=device, dtype=dtype), weight.dequantized()
     for name, product, rows in (
-        ("one row", int4_linear.one_row_int4, 1),
-        ("few rows", int4_linear.few_rows_int4, 9),
-        ("40 rows", int4_linear.few_rows_int4, 40),
+        ("one row", few_rows_int4, 1),
+        ("few rows", few_rows_int4, 9),
+        ("40 rows", few_rows_int4, 40),
         ("made plain", plain_product, 40),
     ):
         with case(f"int4 {name} is right"):
@@ -380,7 +365,6 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Wei
     for rows in (32, 128, 2048):  # what rounds, beside what is there anyway
         for form in forms:
             yield f"{form} {rows} rows of what rounds", rows, form, partial(rounding, form)
-    yield from tiles_of_int4()
     for tiles in ((2, 512, 4), (4, 1024, 8), (2, 1024, 4), (4, 512, 8)):
         yield f"fp8_channel 1 row {tiles}", 1, forms[0], partial(one_row, tiles)
     for rows, tiles in (
@@ -395,25 +379,13 @@ def product_cases(is_quick: bool, is_cuda: bool) -> Iterator[tuple[str, int, Wei
             yield f"{form} {rows} rows ours {tiles} rounded", rows, form, taken(rounded_linear.ours, tiles=tiles)
 
 
-def tiles_of_int4() -> Iterator[tuple[str, int, WeightForm, Callable[[Any, Any], Any]]]:
-    form = WeightForm.INT4_GROUPS
-    for one in ((2, 16, 4), (8, 16, 8), (8, 4, 4), (16, 4, 4), (8, 8, 8), (4, 8, 4)):
-        yield f"{form} 1 row {one}", 1, form, partial(int4_linear.one_row_int4, tiles=one)
-    for few in ((16, 32, 4, 4), (16, 64, 4, 5), (16, 128, 4, 4), (16, 128, 8, 4), (16, 64, 8, 4), (16, 64, 2, 4)):
-        yield f"{form} 8 rows {few}", 8, form, partial(int4_linear.few_rows_int4, tiles=few)
-    for few in ((32, 128, 8, 3), (32, 32, 4, 4), (32, 64, 4, 4)):
-        yield f"{form} 32 rows {few}", 32, form, partial(int4_linear.few_rows_int4, tiles=few)
-
-
 def int4_cases(counts: tuple[int, ...]) -> Iterator[tuple[str, int, WeightForm, Callable[[Any, Any], Any]]]:
-    """Yield both products where it is not sure which is quicker: `int4_linear.MOST_ROWS` is to be chosen by them."""
+    """Yield the product that a step of so many rows has. benchmarks/int4_products.py measures what else there is."""
     form = WeightForm.INT4_GROUPS
     for rows in counts:
-        if rows == 1:
-            yield f"{form} 1 row", 1, form, int4_linear.one_row_int4
-        elif rows <= 512:
-            yield f"{form} {rows} rows few", rows, form, int4_linear.few_rows_int4
-        if rows >= 128:
+        if rows <= MOST_INT4_ROWS:
+            yield f"{form} {rows} rows few", rows, form, few_rows_int4
+        else:
             yield f"{form} {rows} rows made plain", rows, form, plain_product
 
 
@@ -433,28 +405,6 @@ def rounding(form: WeightForm, x: Tensor, weight: Any) -> None:
         row_wise.rounded_gate(torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device), form)
     else:
         row_wise.rounded_rows(x, form, x[0], 1e-5, x)
-
-
-def graph_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of a replay of its graph, the median of several; on a CPU of one call."""
-    call()
-    if device.type == "cpu":
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(10):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) / 1e3)
-    return statistics.median(times)
 
 
 def tell_aims() -> None:

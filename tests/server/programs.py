@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
     "benchmarks/quantized_cpu.py": ("--quick",),
+    "benchmarks/int4_products.py": ("--quick",),
     "benchmarks/quantized_gpu.py": ("--quick",),
     "benchmarks/perplexity.py": ("--quick", "--model", "models/tiny-chat"),
     "benchmarks/speculation_cpu.py": ("--quick", "--model", "models/tiny-chat", "--dtype", "float32"),

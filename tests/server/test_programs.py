@@ -60,7 +60,7 @@ def test_a_tool_or_trainer_runs(run, program):
     [
         "benchmarks/arrivals_gpu.py", "benchmarks/arrivals_served.py", "benchmarks/attention_gpu.py",
         "benchmarks/engine_gpu.py", "benchmarks/engine_soak.py", "benchmarks/fabric_gpu.py",
-        "benchmarks/first_requests_gpu.py", "benchmarks/guided_gpu.py",
+        "benchmarks/first_requests_gpu.py", "benchmarks/guided_gpu.py", "benchmarks/int4_products.py",
         "benchmarks/kv_tiers.py",
         "benchmarks/quantized_cpu.py", "benchmarks/quantized_gpu.py", "benchmarks/router.py", "benchmarks/routing.py",
         "benchmarks/speculation_cpu.py", "benchmarks/speculation_gpu.py",

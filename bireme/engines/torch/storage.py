@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # of 8-bit floats that share a scale, in each direction
-PLANE = 128  # of 4-bit integers: those that lie in the low halves of as many bytes, the next ones in the high halves
+PACKED = 128  # 4-bit integers of a row that lie together, in 64 bytes: `packed`
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 1e-12  # of what scales are made from: zeros have one, too
 MOST_EXACT_ROWS = 1  # activations of more are rounded
 MXFP4_GROUP = 32
+_OPERAND = (4, 2, 2, 4, 2)  # inputs of PACKED: planes, 16 in them, eight of these, threads of that, a thread's two
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS = 127
 
@@ -112,7 +113,7 @@ class Fp8Weight:
 class Int4Weight:
     """(N, K): (value - zero) * scale, of the input's group."""
 
-    values: Tensor  # (N, K / 2) uint8, K rounded up to 256: `packed` says in which order
+    values: Tensor  # (N, K / 2) uint8, K rounded up to PACKED: `packed` says in which order
     scales: Tensor  # (N, K / group) float16, bfloat16 or float32
     zeros: Tensor  # (N, K / group) uint8
     size: int  # K
@@ -145,8 +146,7 @@ class Int4Weight:
 
     def dequantized(self) -> Tensor:
         """Return (N, K) float32."""
-        pairs = self.values.view(len(self), -1, 1, PLANE)
-        values = torch.cat([pairs & 15, pairs >> 4], 2).view(len(self), -1)[:, : self.size].float()
+        values = unpacked(self.values)[:, : self.size].float()
         groups = values.reshape(len(self), -1, self.group)
         return ((groups - self.zeros[..., None].float()) * self.scales[..., None].float()).view(len(self), -1)
 
@@ -190,13 +190,23 @@ _Stored = TypeVar("_Stored", Fp8Weight, Int4Weight)
 
 
 def packed(values: Tensor) -> Tensor:
-    """Return integers of 4 bits (N, K) as bytes (N, K / 2), K rounded up to 256.
+    """Return integers of 4 bits (N, K) as bytes (N, K / 2), K rounded up to PACKED.
 
-    Of 256 values a byte has one of the first 128 in its low half and one of the others in its high half: what is read
-    at once is of one group, and next to each other in memory.
+    The order is that of a tensor core's left operand (PTX ISA, mma.m16n8k16 and wgmma): four threads share a row, and
+    of each 16 inputs a thread has two of the first eight and two of the others. So of 128 inputs each thread has 16
+    bytes, eight words of 16 bits, whose lowest four bits are of the first 32 inputs, the next four of the next 32.
     """
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (2 * PLANE))).view(len(values), -1, 2, PLANE)
-    return (padded[:, :, 0] | (padded[:, :, 1] << 4)).reshape(len(values), -1)
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % PACKED))
+    plane, half, eight, thread, pair = (2 + at for at in range(5))
+    own = padded.view(len(values), -1, *_OPERAND).permute(0, 1, thread, half, eight, pair, plane)
+    return (own[..., ::2] | (own[..., 1::2] << 4)).reshape(len(values), -1)
+
+
+def unpacked(values: Tensor) -> Tensor:
+    """Return the integers (N, K) of `packed`'s bytes, K rounded up."""
+    planes, *inputs = _OPERAND
+    own = torch.stack((values & 15, values >> 4), -1).view(len(values), -1, inputs[2], *inputs[:2], inputs[3], planes)
+    return own.permute(0, 1, 6, 3, 4, 2, 5).reshape(len(values), -1)
 
 
 def with_tensors(weight: _Stored, **tensors: Tensor) -> _Stored:

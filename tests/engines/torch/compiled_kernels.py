@@ -19,13 +19,25 @@ SHARED = 227 << 10  # bytes of a Hopper's multiprocessor, for one program
 BF16, FP16, FP32, FP8, BYTES, INTS = "*bf16", "*fp16", "*fp32", "*fp8e4nv", "*u8", "*i32"
 
 
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: int = 90, **options: int) -> Any:
-    """Return what becomes of a kernel; `types` has those of its arguments, and may have more."""
+def build(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    target: int = 90,
+    is_aligned: bool = False,
+    **options: int,
+) -> Any:
+    """Return what becomes of a kernel; `types` has those of its arguments, and may have more.
+
+    `is_aligned`: pointers are multiples of 16, as those of whole tensors are.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    pointers = [at for at, name in enumerate(kernel.arg_names) if is_aligned and signature[name].startswith("*")]
+    attrs = {(at,): [["tt.divisibility", 16]] for at in pointers}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": 4, "num_stages": 3} | options
     made = compile(source, target=GPUTarget("cuda", target, 32), options=options)
     assert made.metadata.shared <= SHARED, f"{made.metadata.shared} bytes of shared memory"
@@ -33,30 +45,33 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], target:
 
 
 def int4() -> None:
-    """Products with 4-bit integers, in tiles of `few_rows_int4` and `one_row_int4`."""
-    import torch
-
+    """Products with 4-bit integers, in tiles of `few_rows_int4`: no thread has weights that another one multiplies."""
     from bireme.engines.torch.kernels import int4_linear
 
-    own = {"K": 4096, "PLANE": 128}
-    how = {"HAS_BIAS": False, "IS_GATED": True, "IS_GELU": False, "IS_ADDED": False, "CHAINED": True}
-    types = dict.fromkeys(("x", "bias", "norm", "out"), BF16) | {"scales": FP16, "zeros": BYTES}
-    types |= {"weight": BYTES, "rows": "i32", "N": "i32", "eps": "fp32"}
-    for group in (32, 128):
-        tiles = {"GROUP": group, "TILE_N": 2, "TILE_B": 16, "HAS_NORM": True}
-        build(int4_linear._one_row_kernel, types | {"weight": INTS}, own | how | tiles)
-    assembly = own | how | {"IS_GPU": True, "PRECISION": "tf32"}
-    for group, count in ((32, 16), (128, 16), (128, 32), (128, 64)):
-        rows, width, warps, stages = int4_linear.few_tiles(count, torch.bfloat16)
-        tiles = {"GROUP": group, "TILE_N": width, "TILE_ROWS": rows}
-        build(int4_linear._rows_kernel, types, assembly | tiles, num_warps=warps, num_stages=stages)
-    tiles = {"GROUP": 128, "TILE_N": 32, "TILE_ROWS": 16, "CHAINED": False}
-    build(int4_linear._rows_kernel, types, assembly | tiles, target=80)
-    rows, width, warps, stages = int4_linear.few_tiles(512, torch.float32)
-    exact = {"TILE_N": width, "TILE_ROWS": rows, "GROUP": 128, "IS_GPU": False, "PRECISION": "ieee"}
-    types |= dict.fromkeys(("x", "bias", "out"), FP32)
-    build(int4_linear._rows_kernel, types, own | how | exact, num_warps=warps, num_stages=stages)
-    build(int4_linear._plain_kernel, types | {"out": BF16}, own | {"GROUP": 128, "TILE_N": 32})
+    def rows_kernel(tiles: int4_linear.Int4Tiles, more: dict[str, Any], target: int = 90, out: str = BF16) -> str:
+        names = {"TILE_ROWS": tiles.rows, "TILE_N": tiles.n, "WARPS": tiles.warps, "SPLITS": tiles.splits}
+        names |= {"IS_JOINED": int4_linear.is_joined(tiles), "GROUP": 128, "IS_GPU": True, "CHAINED": target >= 90}
+        how = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        constants = own | names | {"PRECISION": "tf32"} | more
+        made = build(int4_linear._rows_kernel, types | {"out": out}, constants, target, is_aligned=True, **how)
+        return str(made.asm["ptx"])
+
+    own = {"K": 4096, "PACKED": 128, "HAS_BIAS": False, "IS_GATED": True, "IS_GELU": False, "IS_ADDED": False}
+    types = dict.fromkeys(("x", "bias"), BF16) | {"weight": "*i16", "scales": FP16, "zeros": BYTES}
+    types |= {"rows": "i32", "N": "i32"}
+    for _, tiles in int4_linear.TILES[::2]:
+        assembly = rows_kernel(tiles, {})
+        assert assembly.count("fma.rn.bf16x2") * 2 * 32 * tiles.warps == tiles.n * 128, "weights are dequantized twice"
+        assert assembly.count("st.shared") < 16, "weights go through shared memory"
+    few = int4_linear.TILES[0][1]
+    for group in (16, 64):
+        rows_kernel(few, {"GROUP": group})
+    rows_kernel(few._replace(splits=4), {"IS_GATED": False}, out=FP32)
+    rows_kernel(few, {}, target=80)
+    types |= dict.fromkeys(("x", "bias"), FP32)
+    rows_kernel(int4_linear._EXACT_TILES, {"IS_GPU": False, "PRECISION": "ieee"}, out=FP32)
+    plain = {"K": 4096, "PACKED": 128, "GROUP": 128, "TILE_N": 64, "IS_GPU": True}
+    build(int4_linear._plain_kernel, types | {"out": BF16}, plain)
 
 
 def mxfp4() -> None:

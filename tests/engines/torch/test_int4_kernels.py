@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch.kernels import int4_linear
-from bireme.engines.torch.storage import Int4Weight, WeightForm, form_of, packed, rounds_activations
+from bireme.engines.torch.storage import Int4Weight, WeightForm, form_of, packed, rounds_activations, unpacked
 from bireme.engines.torch.weights.stored_linear import round_into
 from tests.engines.torch import kernel_references as references
 
@@ -25,7 +25,7 @@ def randn():
 def stored(weight, group):
     """Return the weight rounded to 4 bits."""
     rows, columns = weight.shape
-    values = torch.empty(rows, -(-columns // 256) * 128, dtype=torch.uint8, device=weight.device)
+    values = torch.empty(rows, -(-columns // 128) * 64, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, columns // group, dtype=torch.float16, device=weight.device)
     found = Int4Weight(values, scales, scales.to(torch.uint8), columns)
     round_into(weight, found)
@@ -36,25 +36,23 @@ def stored(weight, group):
 @pytest.mark.parametrize("rows", [1, 3, 140])
 @pytest.mark.parametrize("how", ["plain", "gated", "added"])
 def test_rows_are_multiplied_as_in_plain_torch(randn, group, columns, rows, how):
-    is_gated, x, norm = how == "gated", randn(rows, columns), randn(columns)
+    is_gated, x = how == "gated", randn(rows, columns)
     weight = stored(randn(144 if is_gated else 72, columns), group)
     bias, add_to = (None if how != "plain" else randn(72)), (randn(rows, 72) if how == "added" else None)
-    whole = weight.dequantized()
-    if rows == 1:
-        expected = references.one_row_linear(x, whole, bias, norm, 1e-5, is_gated, True, add_to)
-        found = int4_linear.one_row_int4(x, weight, bias, norm, 1e-5, is_gated, True, add_to)
-    else:
-        expected = references.few_rows_linear(x, whole, is_gated, True, add_to)
-        expected = expected if bias is None else expected + bias
-        found = int4_linear.few_rows_int4(x, weight, is_gated, True, add_to, bias)
+    expected = references.few_rows_linear(x, weight.dequantized(), is_gated, True, add_to)
+    expected = expected if bias is None else expected + bias
+    found = int4_linear.few_rows_int4(x, weight, is_gated, True, add_to, bias)
     close(found, expected, atol=5e-4, rtol=1e-3)
 
 
-def test_a_row_of_bfloat16_is_read_as_words_and_summed_in_float32(randn):
-    x, norm, weight = randn(1, 384).bfloat16(), randn(384), stored(randn(72, 384), 128)
-    normed = torch.nn.functional.rms_norm(x.float(), (384,), norm, 1e-5)
-    found = int4_linear.one_row_int4(x, weight, norm=norm, eps=1e-5)
-    close(found.float(), normed @ weight.dequantized().t(), atol=0.05, rtol=0.01)
+@pytest.mark.parametrize("tiles", [(16, 32, 2, 2, 3), (8, 128, 4, 2, 2), (16, 128, 8, 2, 1)])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_tiles_and_programs_that_share_columns_change_nothing(randn, tiles, is_gated):
+    x, weight, bias = randn(19, 640), stored(randn(136, 640), 128), randn(68 if is_gated else 136)
+    expected = references.few_rows_linear(x, weight.dequantized(), is_gated, False, None) + (0 if is_gated else bias)
+    given = None if is_gated else bias
+    found = int4_linear.few_rows_int4(x, weight, is_gated, bias=given, tiles=int4_linear.Int4Tiles(*tiles))
+    close(found, expected, atol=5e-4, rtol=1e-3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the interpreter has no bfloat16 products")
@@ -76,9 +74,9 @@ def test_a_weight_is_made_plain_and_is_within_half_a_step_of_what_was_rounded(ra
     assert not rounds_activations(found.form, 999)
 
 
-def test_a_byte_has_one_value_of_each_plane():
-    values = torch.arange(512).view(1, -1) % 16
-    values[0, 128] = 7
-    found = packed(values.to(torch.uint8))
-    assert found.shape == (1, 256) and found[0, :2].tolist() == [0 | 7 << 4, 1 | 1 << 4]
-    assert packed(values[:, :300].to(torch.uint8)).shape == (1, 256)
+def test_a_thread_of_a_tensor_core_finds_its_inputs_in_sixteen_bytes():
+    values = torch.zeros(1, 300, dtype=torch.uint8)
+    values[0, [2, 3, 10, 18, 34]] = torch.arange(1, 6, dtype=torch.uint8)  # all of the second of four threads
+    words = packed(values).view(torch.int16)[0, 8:16].tolist()
+    assert words == [1 | 5 << 4, 2, 3, 0, 4, 0, 0, 0]
+    assert packed(values).shape == (1, 192) and torch.equal(unpacked(packed(values))[:, :300], values)

@@ -7,8 +7,7 @@
 | plain | others | ManyRows | cuBLAS's | as they are |
 | fp8_channel, fp8_blocks | 1, anywhere | OneRow | kernels/one_row_fp8.py, norms and gate within | as they are |
 | the same | more | RoundedRows | kernels/rounded_linear.py: torch's, or ours | rounded by norm and gate |
-| int4_groups | 1, anywhere | OneRow | kernels/int4_linear.py, norms and gate within | as they are |
-| the same | 2 to 512 | FewStoredRows | kernels/int4_linear.py | as they are |
+| int4_groups | 1 to 512 | FewStoredRows | kernels/int4_linear.py, the gate within | as they are |
 | the same | more | ManyRows | cuBLAS's, with a matrix that is made plain for it | as they are |
 
 Embeddings, norms, routers and the head are plain in every form. Experts are plain, or MXFP4 beside plain projections:
@@ -25,7 +24,7 @@ from torch import Tensor
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 from bireme.engines.torch.kernels.int4_linear import MOST_ROWS as MOST_INT4_ROWS
-from bireme.engines.torch.kernels.int4_linear import few_rows_int4, one_row_int4, plain_weight
+from bireme.engines.torch.kernels.int4_linear import few_rows_int4, plain_weight
 from bireme.engines.torch.kernels.mixture import add_experts
 from bireme.engines.torch.kernels.one_row_fp8 import one_row_fp8
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
@@ -42,8 +41,10 @@ def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) ->
     rows, kind = len(x), ManyRows
     if rounds_activations(weights.form, rows):
         kind = RoundedRows
+    elif weights.form is WeightForm.INT4_GROUPS:
+        kind = FewStoredRows if rows <= MOST_INT4_ROWS else ManyRows
     elif weights.form is not WeightForm.PLAIN:
-        kind = OneRow if rows == 1 else FewStoredRows if rows <= MOST_INT4_ROWS else ManyRows
+        kind = OneRow
     elif is_decode and rows <= MOST_ROWS:
         kind = OneRow if rows == 1 else FewRows
     return kind(weights, x)
@@ -132,11 +133,6 @@ class FewStoredRows(FewRows):
         normed = rms_norm(self._x, layer.attention_norm, self._eps)
         return _few_rows(normed, layer.qkv, bias=layer.qkv_bias)
 
-    def _inner(self, layer: DecoderLayer) -> Tensor:
-        """Two products at once take the registers of both."""
-        normed = rms_norm(self._x, layer.mlp_norm, self._eps)
-        return gate(_few_rows(normed, layer.gate_up), self._is_gelu)
-
     def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         self._add_few(inner, weight, post_norm, bias)
 
@@ -185,8 +181,6 @@ class RoundedRows(ManyRows):
 
 
 def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
-    if isinstance(weight, Int4Weight):
-        return one_row_int4(x, weight, *given, **how)
     if isinstance(weight, Fp8Weight):
         return one_row_fp8(x, weight, *given, **how)
     return one_row_linear(x, plain(weight), *given, **how)

@@ -18,7 +18,7 @@ from bireme.engines.torch.storage import (
     BLOCK,
     E4M3,
     LARGEST,
-    PLANE,
+    PACKED,
     SMALLEST,
     Fp8Weight,
     Int4Weight,
@@ -144,8 +144,8 @@ def _fault_of_group(columns: int, group: int) -> str:
     size = group or columns
     if columns % size or columns % _STEP:
         return f"whose columns do not divide by groups of {size} and by {_STEP}"
-    is_taken = size == columns or size % PLANE == 0 or (PLANE % size == 0 and size >= _STEP)
-    return "" if is_taken else f"and groups of {size} neither divide by {PLANE} nor divide it"
+    is_taken = size == columns or size % PACKED == 0 or (PACKED % size == 0 and size >= _STEP)
+    return "" if is_taken else f"and groups of {size} neither divide by {PACKED} nor divide it"
 
 
 def _replace(prefix: str, owner: Any, names: Sequence[str], like: StoredAs, device: torch.device, fill: Fill) -> None:
@@ -167,7 +167,7 @@ def empty_weight(rows: int, columns: int, like: StoredAs, device: torch.device) 
     """Return a weight (rows, columns) that is still to be filled."""
     if like.form is WeightForm.INT4_GROUPS:
         groups = columns // (like.group or columns)
-        values = torch.empty(rows, -(-columns // (2 * PLANE)) * PLANE, dtype=torch.uint8, device=device)
+        values = torch.empty(rows, -(-columns // PACKED) * (PACKED // 2), dtype=torch.uint8, device=device)
         scales = torch.empty(rows, groups, dtype=like.scales, device=device)
         return Int4Weight(values, scales, torch.empty(rows, groups, dtype=torch.uint8, device=device), columns)
     shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if like.form is WeightForm.FP8_BLOCKS else (rows,)
