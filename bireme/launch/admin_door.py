@@ -84,7 +84,7 @@ def read_key(path: Path) -> bytes:
     try:
         key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--admin-key-file {path}: it can't be read ({error})") from error
+        raise ConfigError(f"--admin-key-file {path}: it can't be read ({error}); {_REMEDY}") from error
     if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or len(key.split()) != 1:
         raise ConfigError(
             f"--admin-key-file {path}: one line of at least {MIN_KEY_CHARACTERS} ASCII characters is a key; {_REMEDY}"

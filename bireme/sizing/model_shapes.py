@@ -279,7 +279,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist; it says how large the model is") from error
+        raise ConfigError(
+            f"{path} does not exist; it says how large the model is: take it from the model's folder or page"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: can't be read: {error}") from error
     if not isinstance(tree, dict):

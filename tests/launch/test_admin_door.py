@@ -123,7 +123,7 @@ def test_a_web_page_cannot_post_and_bodies_are_bounded(door, launch):
     "settings, told",
     [
         ({}, "nobody could be told from anybody"),
-        ({"key_file": "nowhere"}, "--admin-key-file nowhere: it can't be read"),
+        ({"key_file": "nowhere"}, "`openssl rand -hex 32` makes one"),
         ({"client_authority": "ca"}, "give --admin-tls-cert, too"),
         ({"key_file": "short", "certificate": "x"}, "--admin-tls-cert and --admin-tls-key belong together"),
         ({"key_file": "short"}, "at least 16 ASCII characters"),
