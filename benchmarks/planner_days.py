@@ -1,8 +1,8 @@
 """The planner, Dynamo's rule and the best fixed size on three days of requests, in the simulator.
 
-`chats` and `agents` are made, and the planner's rules were chosen on them. `recorded` is an hour of Mooncake's
-conversations (--recorded FILE), shaped to a day; its seeds from 2 on were not run before the rules were final. All
-begin with one worker of each stage, which takes --start-s to come. The best fixed size has the fewest workers of those
+`chats` and `agents` are made. `recorded` is an hour of Mooncake's conversations (--recorded FILE), shaped to a day.
+docs/sizing.md says which of them the planner's rules were chosen on. All begin with one worker of each stage, which
+takes --start-s to come. The best fixed size has the fewest workers of those
 that hold the targets as often as any, within 0.1% of requests: some 25 simulations a day, of ten seconds each.
 
     python benchmarks/planner_days.py --days chats,agents

@@ -87,15 +87,15 @@ class AggregatedPlanner(WorkerPlanner):
 
     def _needs_by_table(self, loads: dict[str, Load]) -> tuple[tuple[int, int], str]:
         settings, engine, found = self._settings, self._engines["decode"], self.corrections
-        load, room, notes = loads["decode"], 0.0, list[str]()
+        load, notes = loads["decode"], list[str]()
         if (share := planner._EASY_SHARE.get(settings.target)) is not None:
             count = planner._fewest(settings.decode, lambda number: carries(engine, load, number, share))
         else:
-            room = max(one.workers for one in self.rooms.values())
-            count = self._for_sla(load, notes) + round(room)
+            count = self._for_sla(load, notes) + round(self.room.workers)
         why = (
             f"{load.requests_per_s:.2f} requests/s of {load.prompt_tokens:.0f}/{load.output_tokens:.0f} tokens need"
-            f" {count} aggregated ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f}; room {room:.1f})"
+            f" {count} aggregated ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f};"
+            f" room {self.room.workers:.1f})"
         )
         return (0, count), "; ".join([why, *notes])
 

@@ -1,7 +1,7 @@
-"""Workers of a stage beyond what the table asks for: where requests miss their target although it holds by the table.
+"""Workers beyond what the table asks for: where requests miss their target although it holds by the table.
 
-Bursts within an interval, and lengths of all kinds, are in no mean. So misses are counted, over hours, against the
-share that the table itself allows.
+Bursts within an interval, and lengths of all kinds, are in no mean. So misses are counted, over hours, against half of
+the share that the table itself allows.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ class MissedRoom:
         while self._seen[0][0] < now - self.window_s:
             self._seen.popleft()
         missed = sum(count for _, _, count in self._seen)
-        if missed >= FEW_REQUESTS and missed > LATE_SHARE * sum(count for _, count, _ in self._seen):
+        if missed >= FEW_REQUESTS and missed > LATE_SHARE / 2 * sum(count for _, count, _ in self._seen):
             self.workers = min(self.workers + 1, _MOST_WORKERS)
             self._seen.clear()  # they have been answered

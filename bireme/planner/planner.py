@@ -18,7 +18,7 @@ from bireme.planner import capacity
 from bireme.planner.capacity import Load, PlannedEngine
 from bireme.planner.direction import Direction
 from bireme.planner.load_history import LoadHistory
-from bireme.planner.missed_room import FEW_REQUESTS, MissedRoom
+from bireme.planner.missed_room import MissedRoom
 from bireme.planner.observation import Observation, ScalingDecision, StageObservation
 from bireme.planner.planner_settings import PlannerSettings, StageBounds
 from bireme.planner.predictors import ConstantPredictor, Predictor
@@ -30,7 +30,6 @@ _MOST_CORRECTION = 3.0  # either way
 _CORRECTED_INTERVALS, _QUANTILE = 30, 0.25
 _ENOUGH_REQUESTS = 10  # for their times to say something
 _STEADY_USE = 0.8  # above, times are the queue's rather than the engine's
-_TOGETHER_SHARE = 0.05  # of an interval's prompts
 _EASY_SHARE = {"throughput": 0.9, "latency": 0.5}  # of what a stage can do at the most
 _IDLE_INTERVALS = 2  # without any request, before both stages go to their minimum
 # Target "load"
@@ -42,14 +41,14 @@ _HIGH_KV, _LOW_KV = 0.8, 0.4
 class Corrections:
     """What is measured over what the table says."""
 
-    ttft: float = 1.0
+    ttft: float = 1.0  # no less: the mean of few prompts is mostly that of the short ones
     itl: float = 1.0
     _ttft: deque[float] = field(default_factory=lambda: deque(maxlen=_CORRECTED_INTERVALS))
     _itl: deque[float] = field(default_factory=lambda: deque(maxlen=_CORRECTED_INTERVALS))
 
     def saw_ttft(self, measured_ms: float, expected_ms: float) -> None:
         self._ttft.append(_bounded(measured_ms / expected_ms))
-        self.ttft = sorted(self._ttft)[int(_QUANTILE * len(self._ttft))]
+        self.ttft = max(sorted(self._ttft)[int(_QUANTILE * len(self._ttft))], 1.0)
 
     def saw_itl(self, measured_ms: float, expected_ms: float) -> None:
         self._itl.append(_bounded(measured_ms / expected_ms))
@@ -75,7 +74,7 @@ class WorkerPlanner:
         self.corrections = Corrections()
         self._lengths: tuple[float, float] | None = None  # of prompts and answers
         self._num_lengths = 0  # requests that these are of
-        self.rooms = {stage: MissedRoom(settings.down_window_s) for stage in ("prefill", "decode")}
+        self.room = MissedRoom(settings.down_window_s)  # of decode
         self._num_idle = 0  # intervals, up to the present one
         # A burst that is over before a worker can come is nothing to ask for workers by
         recent_s = (self._steps + 1) * settings.interval_s
@@ -167,7 +166,7 @@ class WorkerPlanner:
         }
         num_ready = self._num_ready = {name: stage.num_ready for name, stage in stages.items()}
         load = Load((observation.num_requests or 0) / observation.interval_s, *self._lengths)
-        self._learn_rooms(observation, load, are_steady)
+        self._learn_room(observation, load, are_steady["decode"])
         if not all(are_steady.values()) or (observation.num_requests or 0) < _ENOUGH_REQUESTS:
             return
         ttft_ms, itl_ms = self._expected_ms(load, num_ready)
@@ -183,27 +182,17 @@ class WorkerPlanner:
         is_steady = capacity.prefill_use(prefill, load, num_ready["prefill"]) < _STEADY_USE
         return ttft_ms if is_steady else math.inf, capacity.expected_itl_ms(decode, load, num_ready["decode"])
 
-    def _learn_rooms(self, observation: Observation, load: Load, are_steady: Mapping[str, bool]) -> None:
+    def _learn_room(self, observation: Observation, load: Load, is_steady: bool) -> None:
         """Count what workers that are warm missed, and a worker more would have held.
 
         All gaps are those of a batch, so each that is slow counts. A prompt may be late by itself: it is longer than
-        others, or no cache has its beginning. So late ones count where several came together, and where prompts of the
-        mean length would have been late if all of the interval had come at once.
+        others, or no cache has its beginning. So late ones make no room.
         """
-        assert observation.prefill is not None
-        settings, num_requests = self._settings, observation.num_requests or 0
-        late, slow = (
-            round((share or 0.0) * num_requests) for share in (observation.late_share, observation.slow_share)
-        )
-        work_ms = num_requests * self._engines["prefill"].prompt_ms(load.prompt_tokens)
-        are_together = late >= max(FEW_REQUESTS, _TOGETHER_SHARE * num_requests)
-        if not are_together or work_ms <= settings.ttft_ms * observation.prefill.num_ready:
-            late = 0
-        if self._engines["decode"].decode_ms(1, capacity.context_of(load)) * self.corrections.itl > settings.itl_ms:
-            slow = 0
-        for stage, missed in (("prefill", late), ("decode", slow)):
-            counted = missed if are_steady[stage] else 0
-            self.rooms[stage].saw(observation.at_s, observation.interval_s, num_requests, counted)
+        num_requests, decode = observation.num_requests or 0, self._engines["decode"]
+        slow = round((observation.slow_share or 0.0) * num_requests)
+        alone_ms = decode.decode_ms(1, capacity.context_of(load)) * self.corrections.itl
+        counted = slow if is_steady and alone_ms <= self._settings.itl_ms else 0
+        self.room.saw(observation.at_s, observation.interval_s, num_requests, counted)
 
     def _note_starts(self, observation: Observation, now: float) -> list[str]:
         """One that never becomes ready counts once, among those that are there: it is not asked for again."""
@@ -246,8 +235,8 @@ class WorkerPlanner:
         done = observation.prefill.num_ready * settings.start_s / max(prompt_s, 1e-9)
         waiting = max(observation.prefill.num_waiting - done, 0.0), observation.decode.num_waiting
         return {
-            "prefill": Load(expected + waiting[0] / interval_s, *self._lengths),
-            "decode": Load(expected + waiting[1] / interval_s, *self._lengths),
+            stage: Load(expected + count / interval_s, *self._lengths, self._history.dispersion)
+            for stage, count in zip(("prefill", "decode"), waiting, strict=True)
         }
 
     def _needs_by_table(self, loads: dict[str, Load]) -> tuple[tuple[int, int], str]:
@@ -261,13 +250,13 @@ class WorkerPlanner:
                 settings.decode, lambda count: capacity.decode_carries(decode, loads["decode"], count, share)
             )
         else:
-            num_prefill = self._prefill_for_sla(loads["prefill"], notes) + round(self.rooms["prefill"].workers)
-            num_decode = self._decode_for_sla(loads["decode"], notes) + round(self.rooms["decode"].workers)
+            num_prefill = self._prefill_for_sla(loads["prefill"], notes)
+            num_decode = self._decode_for_sla(loads["decode"], notes) + round(self.room.workers)
         load = max(loads.values(), key=lambda one: one.requests_per_s)
         why = (
             f"{load.requests_per_s:.2f} requests/s of {load.prompt_tokens:.0f}/{load.output_tokens:.0f} tokens need"
             f" {num_prefill}+{num_decode} ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f};"
-            f" room {self.rooms['prefill'].workers:.1f}, {self.rooms['decode'].workers:.1f})"
+            f" bursts {loads['prefill'].dispersion:.1f}, room {self.room.workers:.1f})"
         )
         return (num_prefill, num_decode), "; ".join([why, *notes])
 

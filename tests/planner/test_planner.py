@@ -1,6 +1,7 @@
 """The planner's decisions: bounds, budget, what can't be believed, and what planners elsewhere got wrong."""
 
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -188,34 +189,47 @@ def test_a_pause_no_longer_than_those_before_is_not_the_load_s_end():
 def test_slow_requests_give_decode_more_room(missed, more):
     one = planner()
     played(one, [300] * 3, slow_share=missed)
-    assert (one.rooms["decode"].workers > 0) is more and one.rooms["prefill"].workers == 0
+    assert (one.room.workers > 0) is more
 
 
 def test_slow_requests_are_counted_over_hours_and_against_the_share_that_the_table_allows():
     few, many = planner(), planner()
     played(few, [300] * 5, slow_share=1 / 300)
     played(many, [9000] * 5, begin=(20, 9), slow_share=1 / 9000)
-    assert few.rooms["decode"].workers > 0.9 and many.rooms["decode"].workers == 0
+    assert few.room.workers > 0.9 and many.room.workers == 0
 
 
 def test_no_room_is_made_for_gaps_that_a_request_alone_misses():
     one = planner(itl_ms=5.0)
     played(one, [300] * 3, slow_share=1.0)
-    assert one.rooms["decode"].workers == 0
+    assert one.room.workers == 0
 
 
-@pytest.mark.parametrize(("requests", "missed", "more"), [(300, 0.2, True), (300, 0.01, False), (3, 1.0, False)])
-def test_late_prompts_give_prefill_room_where_they_can_have_waited_for_each_other(requests, missed, more):
-    """Of few prompts each that is late takes so long itself."""
+def test_late_prompts_give_no_room():
+    """They are long, or no cache has their beginning."""
+    calm, late = planner(), planner()
+    assert played(late, [300] * 3, late_share=0.9) == played(calm, [300] * 3) and late.room.workers == 0
+
+
+def test_prefill_is_sized_by_the_bursts_in_which_requests_came():
+    steady, bursts = planner(), planner()
+    played(steady, [150] * 60)
+    played(bursts, [600, 0, 0, 0] * 15)
+    reasons = [one.decide(seen(61 * 60.0, 150, 9, 9), 61 * 60.0).reason for one in (steady, bursts)]
+    needs = [int(re.search(r" need (\d+)\+", reason)[1]) for reason in reasons]
+    assert "bursts 1.0" in reasons[0] and needs[1] > needs[0]
+
+
+def test_a_measured_ttft_below_the_table_s_asks_for_no_fewer_workers():
     one = planner()
-    played(one, [requests] * 3, late_share=missed)
-    assert (one.rooms["prefill"].workers > 0) is more
+    played(one, [300] * 10, begin=(3, 2), ttft=20.0)
+    assert one.corrections.ttft == 1.0
 
 
 def test_what_cold_workers_miss_gives_no_room():
     one = planner()
-    one.decide(seen(60.0, 300, prefill=stage(1, 1), late_share=0.9), 60.0)
-    assert one.rooms["prefill"].workers == 0
+    one.decide(seen(60.0, 300, decode=stage(1, 1), slow_share=0.9), 60.0)
+    assert one.room.workers == 0
 
 
 def test_one_long_prompt_says_little_of_those_that_follow():

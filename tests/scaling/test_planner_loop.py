@@ -195,14 +195,15 @@ def test_a_log_that_can_t_be_written_stops_no_decision():
     assert played.workers > 2 and "No space left on device" in played.complaints[-1]
 
 
-def test_where_requests_miss_their_target_although_the_table_says_none_would_there_is_room_for_more():
+def test_where_requests_are_slow_although_the_table_says_none_would_be_decode_has_room_for_more():
     played = Played()
     played.minutes(3, QUIET)
     before = played.workers
     played.deployment.ttft_s |= {"0.25": 0.5, "0.5": 0.8}
+    played.deployment.mean_gap_s |= {"0.025": 0.5, "0.05": 0.9}
     record = played.minutes(2, QUIET)
-    assert record.late_share == pytest.approx(0.2) and record.slow_share == 0.0
-    assert record.stages["prefill"].wanted > 1 and played.minutes(1, QUIET).result and played.workers > before
+    assert record.late_share == pytest.approx(0.2) and record.slow_share == pytest.approx(0.1)
+    assert record.stages["decode"].wanted > 1 and played.minutes(1, QUIET).result and played.workers > before
 
 
 def test_an_error_of_the_planner_itself_is_a_hold_with_its_trace_and_the_next_turn_decides():
