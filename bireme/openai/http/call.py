@@ -28,6 +28,7 @@ JSON: Header = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache, no-transform"))
 JSON_ONLY = (b"application/json",)
 _DISCARD_S, _DISCARD_BYTES = 5.0, 64 << 20
+_NO_BODY_S = 5.0  # in which a request without a body has to end it
 _READ_TIMEOUT_S = 60.0  # for a client that is behind to make room for the next part of its reply
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -151,8 +152,10 @@ class Call:
                 return b"".join(parts)
 
     async def end_body(self) -> None:
-        """Read the body of a request that has none, as `when_gone` needs it."""
-        await self._read(0)
+        """Read the body of a request that has none, as `when_gone` needs it. Raises HttpError where it has one, or does
+        not say soon that it has none.
+        """
+        await self._within(self._read(0), _NO_BODY_S)
 
     async def discard_body(self) -> None:
         """Read what the client still sends, within bounds: closing a connection with unread bytes resets it, and most

@@ -56,11 +56,11 @@ class LiveFeed:
                 503, f"{self._num_viewers} watch already (frontend.live_viewers); close one, or raise the limit",
                 "server_error", "overloaded", ((b"retry-after", b"5"),),
             )  # fmt: skip
-        await call.end_body()
         self._num_viewers += 1
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
         try:
+            await call.end_body()
+            if self._task is None:
+                self._task = asyncio.get_running_loop().create_task(self._run())
             await call.unless_gone(self._show(call))
         finally:
             self._num_viewers -= 1

@@ -150,6 +150,24 @@ async def test_one_viewer_too_many_is_told_the_limit(frontend):
     assert await watched(bench)
 
 
+async def test_a_viewer_whose_body_does_not_end_counts(frontend, monkeypatch):
+    monkeypatch.setattr("bireme.openai.http.call._NO_BODY_S", 600)
+    bench = await frontend(frontend={"live_viewers": 1})
+    first = bench.call("GET", "/v1/live", is_body_coming=False)
+    await asyncio.sleep(0)
+    assert (await bench.call("GET", "/v1/live").end()).status == 503
+    first.leave()
+    await first.end()
+    assert await watched(bench)
+
+
+async def test_a_viewer_whose_body_does_not_end_is_told_so_after_a_time(frontend, monkeypatch):
+    monkeypatch.setattr("bireme.openai.http.call._NO_BODY_S", 0.01)
+    bench = await frontend(frontend={"live_viewers": 1})
+    assert (await bench.call("GET", "/v1/live", is_body_coming=False).end()).status == 408
+    assert await watched(bench)
+
+
 async def test_only_operators_may_watch_where_keys_are(frontend):
     bench = await frontend(keys())
     assert (await bench.call("GET", "/v1/live").end()).status == 401
