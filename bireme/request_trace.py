@@ -21,7 +21,6 @@ Times are microseconds since 1970. This module imports nothing that exports: who
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import re
@@ -81,6 +80,8 @@ def clean_tracestate(text: str) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return `CODE: text` of what ended a span."""
+    import asyncio  # a fifth of the CPU of an engine's start, and engines only tell spans
+
     if isinstance(error, asyncio.CancelledError):
         return f"{RequestCancelledError.code}: its caller is gone, or does not wait any more"
     return to_message(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from typing import get_args
@@ -209,28 +210,37 @@ def test_code_that_runs_what_it_reads_is_not_imported():
     assert breaches(MODULES, lambda path, found: top(found) in FORBIDDEN_CALLS) == []
 
 
-@pytest.mark.parametrize("package", ["engines", "kv", "kv.transfer", "logits", "multimodal", "video"])
-def test_torch_comes_with_an_implementation_not_with_its_package(package):
-    code = f"import sys, bireme.{package}; print('torch' in sys.modules)"
+def loaded_after(names, *packages):
+    """Return which of these packages a process has when it has imported the names, by the name that brought them."""
+    code = (
+        f"import importlib, json, sys\nfound = {{}}\nfor name in {[*names]!r}:\n    importlib.import_module(name)\n"
+        f"    for package in {packages!r}:\n        if package in sys.modules: found.setdefault(package, name)\n"
+        "print(json.dumps(found))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_torch_comes_with_an_implementation_not_with_its_package():
+    packages = ("engines", "kv", "kv.transfer", "logits", "multimodal", "video")
+    assert loaded_after([f"bireme.{package}" for package in packages], "torch") == {}
+
+
+def test_an_engine_s_process_begins_without_asyncio():
+    """A sixth of the CPU until it serves, which only some of its parts need."""
+    names = ("bireme.engines.registry", "bireme.engines.mocker.engine", "bireme.engines.child.process")
+    assert loaded_after(names, "asyncio", "torch") == {}
 
 
 @pytest.mark.parametrize("part", ["stages", "pipelines"])
 def test_a_stub_s_modules_load_without_the_heavy_ones(part):
     """The AST sees our own imports only; this sees what comes along with them."""
     names = [f"bireme.{part}.{path.stem}" for path in sorted((PACKAGE / part).glob("*.py")) if path.stem != "__init__"]
-    code = (
-        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
-        f"print([name for name in {[*HEAVY, 'grpc', 'pandas', 'scipy']!r} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+    assert loaded_after(names, *HEAVY, "grpc", "pandas", "scipy") == {}
 
 
 def test_what_says_the_size_of_an_engine_before_it_starts_loads_no_torch():
     names = [f"bireme.engines.torch.{name}" for name in ("geometry", "native", "pools.sizes", "weights.dtypes")]
     names += [f"bireme.engines.torch.weights.{name}" for name in ("architectures", "limits")]
-    code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+    assert loaded_after(names, "torch") == {}
