@@ -1,11 +1,16 @@
-"""Drafts of n-grams on a CPU: SmolLM2-135M-Instruct with and without, in turns, on what copies or edits, and on text.
+"""Drafts on a CPU: SmolLM2-135M-Instruct with and without, in turns, on what copies or edits, and on text.
 
-One engine answers each set of prompts with drafts and without, greedy, in this order and the other. Told are tokens a
-step, tokens/s by the clock and by CPU, and how often drafts were right. The answers must be the same. `predicted` is
-`edit` with the text that is to be edited as a predicted output, too.
+An engine with drafts and one without answer each prompt in turns, greedy, in this order and the other. Told are tokens
+a step, tokens/s by the clock and by CPU, and how often drafts were right. The answers must be the same. `predicted` is
+`edit` with the text that is to be edited as a predicted output, too. Told are decode steps, of each prompt the median
+of its rounds, and CPU seconds of whole requests beside.
 
     python benchmarks/speculation_cpu.py                    # minutes; fetches the model on first use
     python benchmarks/speculation_cpu.py --model models/tiny-chat --dtype float32   # asked for what it was trained on
+    python benchmarks/speculation_cpu.py --model models/tiny-chat --dtype float32 --kind Eagle3 \
+        --drafter models/tiny-chat/eagle3    # a head; and the model as its own draft model, which never pays:
+    python benchmarks/speculation_cpu.py --model models/tiny-chat --dtype float32 --kind DraftTarget \
+        --drafter models/tiny-chat
     python benchmarks/speculation_cpu.py --dtype float32 --batch 4
     python benchmarks/speculation_cpu.py --quick            # to see that it runs
 """
@@ -15,11 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,12 +119,15 @@ class Run:
     def __init__(self) -> None:
         self.tokens: list[list[int]] = []
         self.num_steps = self.num_tokens = self.drafted = self.accepted = 0
-        self.wall_s = self.cpu_s = 0.0
+        self.wall_s = self.cpu_s = 0.0  # of decode steps
+        self.whole_cpu_s = 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a GGUF file or a model folder; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--kind", default="NGram", choices=("NGram", "Eagle3", "DraftTarget"), help="decoding_type")
+    parser.add_argument("--drafter", default="", help="speculative_model")
     parser.add_argument("--dtype", default="bfloat16", help="auto: a GGUF file's blocks as they are; else dequantized")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--batch", type=int, default=1, help="requests at once")
@@ -134,73 +142,89 @@ def main() -> None:
     if options.quick:
         options.rounds, options.tokens = 1, 24
     torch.set_num_threads(options.threads)
-    loaded, tokenizer = load(options)
+    engines, tokenizer = load(options)
     is_tiny = options.model is not None and options.model.name == "tiny-chat"
     sets = tiny_chat_sets() if is_tiny else smollm2_sets()
     rows = [
-        measure(loaded, tokenizer, name, prompts, options) for name, prompts in sets.items() if name in options.sets
+        measure(engines, tokenizer, name, prompts, options) for name, prompts in sets.items() if name in options.sets
     ]
     for row in rows:
-        if row["name"] != "text":
+        if row["name"] != "text" and options.kind == "NGram":
             told, is_reached = f"{row['tokens_a_step']:.2f}", row["tokens_a_step"] >= AIM_TOKENS
             print(f"aim: {row['name']}: tokens a step {told}, {AIM_TOKENS:g} asked for: {word(is_reached)}")
         print(f"aim: {row['name']}: the same tokens as without: {word(row['same'])}")
-        gain = row["speed_by_cpu"]
-        told = f"{gain:.2f} x the tokens a CPU second of without"
-        print(f"aim: {row['name']}: {told}, {AIM_SPEED:g} asked for: {word(gain >= AIM_SPEED)}")
+        for of, key in (("decode steps", "speed_by_cpu"), ("whole requests", "whole_by_cpu")):
+            told = f"{row[key]:.2f} x the tokens a CPU second of without"
+            print(f"aim: {row['name']}: {of}: {told}, {AIM_SPEED:g} asked for: {word(row[key] >= AIM_SPEED)}")
     print(json.dumps({"benchmark": "speculation_cpu", "options": vars(options), "rows": rows}, default=str))
 
 
-def load(options: argparse.Namespace) -> tuple[LoadedEngine, Any]:
+def load(options: argparse.Namespace) -> tuple[dict[bool, LoadedEngine], Any]:
+    """Return the engine that drafts and the one that does not."""
     from transformers import AutoTokenizer
 
-    path = options.model or chat_model()
+    folder = model_folder(options.model or chat_model())
     drafts = SpeculativeConfig(
-        decoding_type="NGram",
+        decoding_type=options.kind,
         max_draft_len=options.draft,
         max_matching_ngram_size=options.ngram,
         is_use_oldest=not options.newest,
+        speculative_model=options.drafter or None,
     )
-    config = EngineConfig(
-        dtype=options.dtype,
-        quant_config=QuantConfig(quant_algo=None if options.dtype == "auto" else "NO_QUANT"),
-        max_batch_size=max(8, options.batch),
-        speculative_config=drafts,
-        kv_cache_config=KvCacheConfig(max_tokens=1024 * max(8, options.batch), enable_block_reuse=False),
-    )
-    folder = model_folder(path)
-    context = EngineContext("decode", "decode", str(folder), config, Registry("decode"), num_threads=options.threads)
-    return LoadedEngine(context, lambda action: action()), AutoTokenizer.from_pretrained(folder)
+    engines = {}
+    for has_drafts in (True, False):
+        config = EngineConfig(
+            dtype=options.dtype,
+            quant_config=QuantConfig(quant_algo=None if options.dtype == "auto" else "NO_QUANT"),
+            max_batch_size=max(8, options.batch),
+            speculative_config=drafts if has_drafts else None,
+            kv_cache_config=KvCacheConfig(max_tokens=1024 * max(8, options.batch), enable_block_reuse=False),
+        )
+        context = EngineContext(
+            "decode", "decode", str(folder), config, Registry("decode"), num_threads=options.threads
+        )
+        engines[has_drafts] = LoadedEngine(context, lambda action: action())
+    return engines, AutoTokenizer.from_pretrained(folder)
 
 
-def measure(loaded: LoadedEngine, tokenizer: Any, name: str, prompts: list[Prompt], options: Any) -> dict[str, Any]:
+def measure(
+    engines: dict[bool, LoadedEngine], tokenizer: Any, name: str, prompts: list[Prompt], options: Any
+) -> dict[str, Any]:
     ids = [requested(tokenizer, prompt, options.tokens) for prompt in prompts]
-    answer_all(loaded, ids, options, False)  # what the first steps prepare counts for neither
-    runs: dict[bool, list[Run]] = {True: [], False: []}
+    parts = [ids[begin : begin + options.batch] for begin in range(0, len(ids), options.batch)]
+    answer(engines[False], parts[0])  # what the first steps prepare counts for neither
+    answer(engines[True], parts[0])
+    runs: dict[bool, list[list[Run]]] = {has: [[] for _ in parts] for has in (True, False)}
     for number in range(options.rounds):
-        for has_drafts in (True, False) if number % 2 else (False, True):
-            runs[has_drafts].append(answer_all(loaded, ids, options, has_drafts))
-    are_same = len({str(run.tokens) for kind in runs.values() for run in kind}) == 1
-    last = runs[True][-1]
-    rates = {has: [run.num_tokens / run.wall_s for run in kind] for has, kind in runs.items()}
-    cpu = {has: statistics.median(run.num_tokens / run.cpu_s for run in kind) for has, kind in runs.items()}
+        for at, part in enumerate(parts):
+            for has_drafts in (True, False) if (number + at) % 2 else (False, True):
+                runs[has_drafts][at].append(answer(engines[has_drafts], part))
+    made = sum(of_part[0].num_tokens for of_part in runs[False])
+    clock = {has: made / sum(median(run.wall_s for run in one) for one in kind) for has, kind in runs.items()}
+    cpu = {has: made / sum(median(run.cpu_s for run in one) for one in kind) for has, kind in runs.items()}
+    whole = {has: made / sum(median(run.whole_cpu_s for run in one) for one in kind) for has, kind in runs.items()}
+    drafted = [run for one in runs[True] for run in one]
     row = {
         "name": name,
-        "tokens_a_step": statistics.median(run.num_tokens / run.num_steps for run in runs[True]),
-        "tokens_per_s": statistics.median(rates[True]),
-        "without_per_s": statistics.median(rates[False]),
-        "speed": statistics.median(first / second for first, second in zip(rates[True], rates[False], strict=True)),
+        "tokens_a_step": sum(run.num_tokens for run in drafted) / sum(run.num_steps for run in drafted),
+        "tokens_per_s": clock[True],
+        "without_per_s": clock[False],
+        "speed": clock[True] / clock[False],
         "speed_by_cpu": cpu[True] / cpu[False],
-        "accepted": last.accepted / max(1, last.drafted),
-        "drafted": last.drafted,
-        "same": are_same,
+        "whole_by_cpu": whole[True] / whole[False],
+        "accepted": sum(run.accepted for run in drafted) / max(1, sum(run.drafted for run in drafted)),
+        "drafted": sum(run.drafted for run in drafted) // options.rounds,
+        "same": all(
+            len({str(run.tokens) for kind in runs.values() for run in kind[at]}) == 1 for at in range(len(parts))
+        ),
     }
     print(
         f"{name}: {row['tokens_a_step']:.2f} tokens a step, {row['tokens_per_s']:.1f} tokens/s with drafts and"
-        f" {row['without_per_s']:.1f} without: {row['speed']:.2f} x by the clock, {row['speed_by_cpu']:.2f} x by CPU;"
-        f" {row['accepted']:.0%} of {last.drafted} drafted tokens right; load {os.getloadavg()[0]:.1f}"
+        f" {row['without_per_s']:.1f} without: {row['speed']:.2f} x by the clock, {row['speed_by_cpu']:.2f} x by CPU"
+        f" (whole requests {row['whole_by_cpu']:.2f});"
+        f" {row['accepted']:.0%} of {row['drafted']} drafted tokens right; load {os.getloadavg()[0]:.1f}"
     )
-    print(f"  {tokenizer.decode(last.tokens[0])[:160]!r}")
+    print(f"  {tokenizer.decode(drafted[0].tokens[0])[:160]!r}")
     return row
 
 
@@ -214,29 +238,26 @@ def requested(tokenizer: Any, prompt: Prompt, max_tokens: int) -> EngineRequest:
     )
 
 
-def answer_all(loaded: LoadedEngine, requests: Sequence[EngineRequest], options: Any, has_drafts: bool) -> Run:
-    """Answer so many at once; decode steps alone are counted."""
+def answer(loaded: LoadedEngine, requests: Sequence[EngineRequest]) -> Run:
+    """Answer these at once; decode steps alone are counted."""
     core, gate, run = loaded.core, Gate("decode", loaded.capacity, Limits(), b""), Run()
-    core._parts.speculation.is_on = has_drafts
-    for begin in range(0, len(requests), options.batch):
-        some = requests[begin : begin + options.batch]
-        answers: dict[tuple[int, int], list[int]] = {}
-        for number, one in enumerate(some):
-            answers[1, number + 1] = []
-            core.requests.add(loaded.admission.admit((1, number + 1), gate.admit(one)))
-        while any(
-            sequence.num_pending > 1 or not sequence.first_token_at for sequence in core.requests.running.values()
-        ):
-            core.step()
-            take(core, answers, Run())
-        wall, cpu = time.perf_counter(), time.process_time()
-        while core.requests.running:
-            core.step()
-            run.num_tokens += take(core, answers, run)
-            run.num_steps += 1
-        run.wall_s += time.perf_counter() - wall
-        run.cpu_s += time.process_time() - cpu
-        run.tokens += answers.values()
+    answers: dict[tuple[int, int], list[int]] = {}
+    began = time.process_time()
+    for number, one in enumerate(requests):
+        answers[1, number + 1] = []
+        core.requests.add(loaded.admission.admit((1, number + 1), gate.admit(one)))
+    while any(sequence.num_pending > 1 or not sequence.first_token_at for sequence in core.requests.running.values()):
+        core.step()
+        take(core, answers, Run())
+    wall, cpu = time.perf_counter(), time.process_time()
+    while core.requests.running:
+        core.step()
+        run.num_tokens += take(core, answers, run)
+        run.num_steps += 1
+    run.wall_s = time.perf_counter() - wall
+    run.cpu_s = time.process_time() - cpu
+    run.whole_cpu_s = time.process_time() - began
+    run.tokens = list(answers.values())
     return run
 
 

@@ -138,11 +138,13 @@ class Speculating(Running):
             speculation = parts.speculation
             speculation.is_on = acceptance is not None
             self.drafter.acceptance_rate = acceptance or 0.0
-            costs = (parts.costs, speculation.verifying or parts.costs)
+            plain = speculation.by_cpu or parts.costs
+            costs = (plain, speculation.verifying or plain)
             speculation.lengths = MeasuredLengths(*costs, self.drafter.num_kinds)
             for sequence in self._core.requests.running.values():
                 if sequence.drafting is not None:
                     sequence.drafting.trials.clear()
+                    sequence.drafting.num_lent_for = -1
 
         self._post(change)
 

@@ -258,7 +258,7 @@ def _open_drafter(
     of_draft = draft.open(num_blocks)
     sampler: Sampler[RequestKey] = Sampler(draft.model.vocab_size, draft.setup.device, draw=draft.model.draw_rows())
     shape = (len(draft.groups), num_blocks, limits.tokens_per_block, limits.max_seq_len)
-    return DraftModel(of_draft, sampler, StepCosts(), *shape)
+    return DraftModel(of_draft, sampler, *shape)
 
 
 def _open_mover(setup: Setup, store: KvStore, manager: BlockManager) -> BlockMover | None:

@@ -100,6 +100,9 @@ class DraftedSequence:
     base: int = 0  # tokens before the first that a head sees
     hidden: Tensor | None = None  # (1, h), what a head makes of the last place
     logits: Tensor | None = None  # (1, vocabulary)
+    # Of places behind these, which a head has not seen: what the model made of them, and which rows of that.
+    unseen: list[tuple[list[Tensor], list[int]]] = field(default_factory=list)
+    num_unseen: int = 0  # places
 
     @property
     def drafted(self) -> list[int]:
@@ -118,9 +121,8 @@ class Drafting:
     num_accepted: int = 0  # of these, delivered
     kind: int = 0  # of the last draft that was verified
     num_right: int | None = None  # of that draft
-    gained: float | None = None  # tokens a look, lately
-    num_told: int = 0  # of num_accepted, that count in it
-    num_unlooked: int = 0  # steps since the last look
+    credit: float = 0.0  # tokens that drafts may lose (`budget.py`)
+    num_lent_for: int = -1  # tokens, which it has been lent for; -1: it has not begun
     found: float = 1.0  # share of the last looks for a draft that found one
     trials: dict[int, tuple[float, float]] = field(default_factory=dict)  # kind -> accepted and tried, the last most
     # As `learn` returns them, with room for more.

@@ -40,7 +40,12 @@ class KnownAnswers:
 
 
 class WholeDrafts:
-    """Lengths of all that was proposed."""
+    """All sequences are due, whatever it takes, and all that was proposed is verified."""
+
+    is_open = True
+
+    def due(self, plan: Any) -> Any:
+        return plan.decodes
 
     def choose(self, plan: Any, offers: Mapping[Any, DraftOffer]) -> dict[Any, int]:
         return {sequence: offer.num_tokens for sequence, offer in offers.items()}
@@ -50,6 +55,8 @@ class WholeDrafts:
 
     def learn(self, *_: Any) -> None:
         pass
+
+    paid = gained = learn
 
 
 def draft_known(engine: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Any:

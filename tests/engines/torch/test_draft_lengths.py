@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from bireme.engines.torch.scheduling.speculation.budget import DraftBudget
 from bireme.engines.torch.scheduling.speculation.lengths import MeasuredLengths
-from bireme.engines.torch.scheduling.speculation.looks import Looks
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import Draft, Drafting, DraftOffer
@@ -97,49 +97,83 @@ def test_the_dearer_a_row_the_shorter_a_draft(a_row_ms, least, most):
     assert least <= chosen(lengths, one) <= most
 
 
-def test_a_sequence_whose_drafts_fail_is_tried_again_now_and_then():
+def test_where_no_draft_pays_one_in_several_is_verified_in_part():
     lengths, one = MeasuredLengths(*[learned(2)] * 2, 1), Sequence()
     for _ in range(20):
         lengths.learn(one, 0, 6, 0)
-    counts = [chosen(lengths, one) for _ in range(100)]
-    assert sum(counts) == 4 and max(counts) == 2
+    counts = [chosen(lengths, one) for _ in range(96)]
+    assert sum(counts) == 2 * 96 / 16 and max(counts) == 2
 
 
-def looked_for(looks, one, look_s, gained):
-    """Return for each of 64 steps of 10 ms whether it was looked for a draft, which gains so many tokens."""
-    plan, told = SimpleNamespace(decodes=[one], drafts={}, chunks=[]), []
-    for _ in range(64):
-        told.append(one in looks.due({one: 4}))
-        if told[-1]:
-            looks.took(plan, 1, look_s)
-            one.drafting.num_accepted += gained
-    return told
+def plan_of(*decodes, drafts=None):
+    return SimpleNamespace(decodes=decodes, drafts=drafts or {}, chunks=[])
 
 
-@pytest.mark.parametrize(("look_s", "gained", "is_resting"), [(1e-3, 0, True), (1e-3, 1, False), (5e-3, 0, True)])
-def test_a_sequence_is_looked_for_drafts_each_step_where_that_pays_and_else_now_and_then(look_s, gained, is_resting):
-    looks = Looks(learned(1))
-    for _ in range(8):
-        looked_for(looks, Sequence(), look_s, gained)
-    counts = sum(looked_for(looks, one := Sequence(), look_s, gained)), sum(looked_for(looks, one, look_s, 4))
-    assert counts[0] == 64 if not is_resting else counts[0] < 40
-    assert counts[1] > 20  # what comes to repeat itself is noticed
+def said(budget, one, num_steps, seconds, gained=0):
+    """Have a sequence say a token in each of so many steps; return in how many it was due, which took the seconds."""
+    count = 0
+    for _ in range(num_steps):
+        if budget.due(plan_of(one)):
+            count += 1
+            budget.paid(plan_of(one), [one], seconds)
+            budget.gained(one, gained)
+            one.tokens += [0] * gained
+        one.tokens.append(0)
+    return count
 
 
-def test_a_first_look_that_took_long_keeps_nobody_from_the_next():
-    looks, one = Looks(learned(1)), Sequence()
-    looked_for(looks, one, 1e-3, 1)
-    cold = Looks(learned(1))
-    cold.took(SimpleNamespace(decodes=[one], drafts={}, chunks=[]), 1, 50e-3)
-    assert sum(looked_for(cold, Sequence(predicted=[5]), 1e-3, 1)) > 10
+@pytest.mark.parametrize("steps", [0.05, 0.3, 2.0])
+def test_drafts_that_gain_nothing_take_a_fiftieth_of_the_time_and_begin_with_little(steps):
+    budget = DraftBudget(learned(1))
+    lost = [steps * said(budget, Sequence([0]), 400, 10e-3 * steps) for _ in range(6)]
+    assert lost[0] <= 400 * 0.02 + 2 + steps
+    assert sum(lost[1:]) <= 5 * (400 * 0.02 + steps) + 6 and sum(lost) > 6 * 400 * 0.02 - 6 - steps
+    assert lost[-1] <= 400 * 0.02 + steps + 1
+
+
+@pytest.mark.parametrize("steps", [0.05, 0.3, 2.0])
+def test_drafts_that_gain_more_than_they_take_go_on(steps):
+    budget, one = DraftBudget(learned(1)), Sequence([0])
+    assert said(budget, one, 200, 10e-3 * steps, gained=3) == 200
+
+
+def test_a_sequence_that_comes_to_repeat_itself_is_noticed_and_one_that_stops_is_left_alone():
+    budget, one = DraftBudget(learned(1)), Sequence([0])
+    said(budget, one, 500, 1e-3)
+    assert said(budget, one, 100, 1e-3, gained=3) > 90
+    assert said(budget, one, 1000, 1e-3) <= 10 * (1000 * 0.02 + 4) + 1
+
+
+def test_a_sequence_pays_for_its_own_drafts_and_not_for_another_s():
+    budget, right, wrong = DraftBudget(learned(1)), Sequence([0]), Sequence([0])
+    counts = {right: 0, wrong: 0}
+    for _ in range(300):
+        for one in budget.due(plan := plan_of(right, wrong)):
+            counts[one] += 1
+            budget.paid(plan, [one], 5e-3)
+            budget.gained(one, 3 if one is right else 0)
+            one.tokens.append(0)
+        right.tokens.append(0)
+        wrong.tokens.append(0)
+    assert counts[right] == 300 and counts[wrong] < 20
+
+
+def test_what_drafts_make_a_step_take_more_is_paid_by_those_that_have_them():
+    budget, drafted, other = DraftBudget(learned(1)), Sequence([0]), Sequence([0])
+    plan = plan_of(drafted, other, drafts={drafted: [1, 2, 3, 4]})
+    budget.due(plan)
+    before = other.drafting.credit
+    budget.paid(plan, [drafted, other], 0.0)
+    taken = 2 * (budget.verify_s(StepWork(6, 0, 600)) / budget.verify_s(StepWork(2, 0, 200)) - 1)
+    assert other.drafting.credit == before and before - drafted.drafting.credit == pytest.approx(taken, rel=0.1)
 
 
 def test_what_a_request_predicts_is_looked_for_at_first_whatever_others_gained():
-    looks = Looks(learned(1))
+    budget = DraftBudget(learned(1))
     for _ in range(40):
-        looked_for(looks, Sequence(), 5e-3, 0)
-    plain, predicted = Sequence(), Sequence(predicted=[5, 6])
-    assert list(looks.due({plain: 4, predicted: 4})) == [predicted]
+        said(budget, Sequence([0]), 20, 5e-3)
+    plain, predicted = Sequence([0]), Sequence([0], predicted=[5, 6])
+    assert budget.due(plan_of(plain, predicted)) == [predicted]
 
 
 def off(batch):

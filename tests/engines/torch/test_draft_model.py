@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,16 +113,16 @@ def test_whatever_a_request_asks_for_it_gets_the_same():
 def test_a_cached_prefix_is_computed_once(engine, tiny):
     prompt = make_prompts(100, seed=5)[0]
     other = [*prompt[:96], 9, 8, 7]
-    computed, drafter = [], engine.core._parts.speculation.drafter
-    costs = drafter.costs
+    computed, costs = [], engine.core._parts.speculation.drafter.costs
+    landed = costs.landed
     try:
         for asked_for, most in ((prompt, 130), (other, 40)):
             computed.clear()
-            drafter.costs = SimpleNamespace(landed=lambda works, _: computed.extend(works))
+            costs.landed = lambda works, _: computed.extend(works)
             assert engine.run([request(asked_for, 12)]) == tiny("llama").expect([asked_for], 12)
             assert 0 < sum(work.prefill_tokens for work in computed) < most
     finally:
-        drafter.costs = costs
+        costs.landed = landed
 
 
 @pytest.mark.parametrize("cut", [1, 17])

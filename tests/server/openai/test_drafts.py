@@ -14,7 +14,6 @@ from tests.server.generated_requests import message_bodies, response_bodies
 from tests.server.openai.test_random import LIMIT, said
 from tests.server.openai.test_same_answers import (
     chat,
-    functions_of,
     message,
     response,
     streamed_message,
@@ -200,26 +199,35 @@ async def test_the_outputs_of_generate_tell_how_many_drafted_tokens_were_accepte
     assert plain == 0
 
 
+def called(message):
+    """Return a message's text, and name and arguments of each call."""
+    functions = [call["function"] for call in message["tool_calls"]]
+    return message["content"] or "", [(one["name"], one["arguments"]) for one in functions]
+
+
+def called_in(streamed):
+    """Return the same of a stream's deltas."""
+    deltas = [choice["delta"] for event in streamed for choice in event["choices"]]
+    found = []
+    for call in (call["function"] for delta in deltas for call in delta.get("tool_calls") or ()):
+        name, arguments = (call["name"], "") if call.get("name") else found.pop()
+        found.append((name, arguments + (call.get("arguments") or "")))
+    return "".join(delta.get("content") or "" for delta in deltas), found
+
+
 async def test_tool_calls_that_end_inside_a_burst_are_the_same(drafts, plain):
     tasks = [task for task in examples(43, 12, True, ("tool",)) if task.answer.get("tool_calls")]
     for task in tasks:
-        calls = [call["function"] for call in task.answer["tool_calls"]]
-        written = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+        calls = [json.dumps(call["function"]) for call in task.answer["tool_calls"]]
+        written = "".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
         behind = "<|im_end|>\n<|im_start|>user\nThank you!"  # would be in the burst, too
         body = {"model": "tiny-chat", "messages": task.messages, "tools": task.tools, "max_tokens": 100}
         with_drafts = body | predicted(written + behind)
-        without = (await post(plain, "/v1/chat/completions", body))["choices"][0]
+        expected = called((await post(plain, "/v1/chat/completions", body))["choices"][0]["message"])
         answer = await post(drafts, "/v1/chat/completions", with_drafts)
-        expected = [call["function"] for call in without["message"]["tool_calls"]]
-        assert [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]] == expected
-        assert answer["choices"][0]["message"]["content"] == without["message"]["content"]
-        streamed = await events(drafts, "/v1/chat/completions", with_drafts)
-        parts = [choice["delta"] for event in streamed for choice in event["choices"]]
-        assert "".join(part.get("content") or "" for part in parts) == (without["message"]["content"] or "")
-        made = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
-        assert "".join(call.get("arguments") or "" for call in made) == "".join(one["arguments"] for one in expected)
-        assert [call["name"] for call in made if call.get("name")] == [one["name"] for one in expected]
-    assert functions_of(tasks[0])
+        assert called(answer["choices"][0]["message"]) == expected
+        assert called_in(await events(drafts, "/v1/chat/completions", with_drafts)) == expected
+    assert tasks and expected[1]
 
 
 async def test_answers_by_a_schema_are_the_same(drafts, plain):

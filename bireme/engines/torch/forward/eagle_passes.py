@@ -19,10 +19,10 @@ from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.forward import Forward
 from bireme.engines.torch.forward.opening import StepModel
 from bireme.engines.torch.forward.tapped import TappedRows
-from bireme.engines.torch.geometry import group_layers
+from bireme.engines.torch.geometry import EngineLimits, group_layers
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.step import SchedulerOutput, Sequence
-from bireme.engines.torch.weights.eagle_bytes import eagle_bytes
+from bireme.engines.torch.weights.eagle_bytes import KEPT_BYTES, eagle_bytes
 from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
 from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
@@ -58,7 +58,7 @@ class LoadedHead:
         builder = BatchBuilder(*shape, uses_kernels=self.uses_kernels)
         tapped = forward.tap(self.head.shape.taps)
         logger.info("eagle_head_loaded taps=%s kv_mib=%d", self.head.shape.taps, store.num_bytes >> 20)
-        return EaglePasses(self.head, store, builder, forward.decoder.embed, tapped, limits.max_seq_len, forward.flash)
+        return EaglePasses(self.head, store, builder, forward.decoder.embed, tapped, limits, forward.flash)
 
 
 class EaglePasses:
@@ -71,14 +71,17 @@ class EaglePasses:
         builder: BatchBuilder,
         embed: Callable[[Tensor], Tensor],
         tapped: TappedRows,
-        max_seq_len: int,
+        limits: EngineLimits,
         flash: FlashAttention,
     ) -> None:
         self._head, self._store, self._builder, self._embed, self._tapped = head, store, builder, embed, tapped
         own = head.embeddings
         if own is not None:
             self._embed = partial(torch.nn.functional.embedding, weight=own)
-        self._cos, self._sin = head.rotary(max_seq_len).cos_sin.chunk(2, 1)
+        self._cos, self._sin = head.rotary(limits.max_seq_len).cos_sin.chunk(2, 1)
+        row_bytes = len(head.shape.taps) * head.shape.hidden_size * store.keys[0].element_size()
+        self.most_unseen = KEPT_BYTES // (row_bytes * limits.max_batch_size)  # places of a sequence, that may be kept
+        self.most_rows = limits.max_num_tokens  # of a pass
         self._make_step: Any = PagedStep
         if builder.uses_kernels:
             from bireme.engines.torch.forward.kernel_step import KernelStep
@@ -86,13 +89,23 @@ class EaglePasses:
             self._make_step = partial(KernelStep, flash=flash, scales=store.scales)
 
     @property
+    def device(self) -> torch.device:
+        return self._store.device
+
+    @property
     def vocab_size(self) -> int:
         return self._head.shape.vocab_size
 
-    def fused(self, rows: list[int]) -> Tensor:
-        """Return what the model made of these rows of its last step, (rows, h)."""
+    def taps(self) -> list[Tensor]:
+        """Return what the model made of its last step, which later steps leave as it is: (rows, b) of each layer."""
+        return self._tapped.parts()
+
+    def fused(self, unseen: list[tuple[list[Tensor], list[int]]]) -> Tensor:
+        """Return what the head reads of rows of several steps, (rows, h). `unseen`: `taps` and which rows of them."""
         with torch.inference_mode():
-            found: Tensor = self._head.fuse(self._tapped.rows(torch.tensor(rows, device=self._store.device)))
+            found: Tensor = self._head.fuse(
+                torch.cat([torch.cat([part[rows] for part in parts], -1) for parts, rows in unseen])
+            )
             return found
 
     def compute(self, plan: SchedulerOutput, hidden: Tensor) -> tuple[list[Sequence], Tensor, Tensor]:

@@ -20,7 +20,11 @@ class TappedRows:
         """rows (T, b): the layer's output, before any norm that follows; nobody may change them."""
         self._rows[layer] = rows
 
+    def parts(self) -> list[Tensor]:
+        """Return the layers' outputs, (T, b) each."""
+        return [self._rows[layer] for layer in self.layers]
+
     def rows(self, wanted: Tensor | None = None) -> Tensor:
         """Return the layers' outputs side by side, (T, layers * b), of all rows of the step or of those `wanted`."""
-        parts = [self._rows[layer] for layer in self.layers]
+        parts = self.parts()
         return torch.cat(parts if wanted is None else [part[wanted] for part in parts], -1)

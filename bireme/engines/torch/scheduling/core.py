@@ -136,6 +136,8 @@ class EngineCore:
         Raises BrokenEngineError.
         """
         began, started = time.monotonic(), self._started
+        if self._parts.speculation is not None:
+            self._parts.speculation.begin()
         self._arrivals.note_computed()
         plan = self._plan(began) if started is None else started.plan
         if not plan.has_tokens:
@@ -212,7 +214,7 @@ class EngineCore:
             if plan.chunks:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
             num_tokens = self._deliver(plan, sequences, sampled, now, partial(self._draw, computed))
-            self._observe(plan, computed)
+            self._observe(plan, computed, work)
             ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
             self._landed(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
@@ -238,8 +240,9 @@ class EngineCore:
             advance = partial(self._computed, count=1)
             return deliver_verified(plan, sequences, sampled, now, draw, self._delivery, speculation, advance)
 
-    def _observe(self, plan: SchedulerOutput, computed: Computed) -> None:
+    def _observe(self, plan: SchedulerOutput, computed: Computed, work: StepWork) -> None:
         if self._parts.speculation is not None:
+            self._parts.speculation.landed(work)
             self._parts.speculation.observe(plan, computed.batch)
 
     def _draw(self, computed: Computed, sequences: list[Sequence], rows: list[int]) -> Sampled:

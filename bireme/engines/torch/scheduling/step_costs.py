@@ -49,10 +49,12 @@ class StepWork(NamedTuple):
     looks: int = 0  # of prompts' tokens at those before them
 
     @classmethod
-    def of(cls, plan: SchedulerOutput) -> StepWork:
+    def of(cls, plan: SchedulerOutput, has_drafts: bool = True) -> StepWork:
+        """`has_drafts`: with those of the plan."""
         work = cls(len(plan.decodes), 0, sum(map(_lengths, plan.decodes)))
-        for sequence, drafts in plan.drafts.items():
-            work = work.with_rows(len(drafts), sequence.computed)
+        if has_drafts:
+            for sequence, drafts in plan.drafts.items():
+                work = work.with_rows(len(drafts), sequence.computed)
         for sequence, count in plan.chunks:
             work = work.with_chunk(plan.begin_of(sequence), count)
         return work
@@ -187,6 +189,8 @@ class StepCosts:
         self.most_prefill = 0  # tokens of prompts in a step that has been measured
         self._table = _Table(_FIRST_FORM, {})
         self._fits_at = _FIRST_FIT
+        self._about: dict[_Place, float] = {}
+        self._forget_at = 0  # of num_landed
         for one in known:
             self._add(one.work, one.ms / 1e3)
         if self._table.cells:
@@ -207,6 +211,17 @@ class StepCosts:
 
     def usual_s(self, work: StepWork) -> float:
         return self._table.seconds(work, "usual", 1.0)
+
+    def about_s(self, work: StepWork) -> float:
+        """Return `usual_s` as it was some steps ago, of about as much context: that takes a hundredth of the time."""
+        if self.num_landed >= self._forget_at:
+            self._forget_at = self.num_landed + _KEPT if self.num_landed > _KEPT else self.num_landed + 1
+            self._about.clear()
+        place = work.decode_rows, work.prefill_tokens, work.context_tokens >> 6
+        seconds = self._about.get(place)
+        if seconds is None:
+            seconds = self._about[place] = self.usual_s(work)
+        return seconds
 
     def most_s(self, work: StepWork) -> float:
         """Return what such a step hardly ever exceeds."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from bireme.engines.torch.geometry import EngineLimits
 
 NUM_TAPS = 3  # layers of the base model that a head reads
+KEPT_BYTES = 1 << 28  # of layers' outputs that a head has not seen, of all sequences
 _FLOAT = 4
 
 
@@ -22,7 +23,7 @@ class EagleWidths(NamedTuple):
 
 
 class EagleBytes(NamedTuple):
-    tapped: int  # held from a step of the base until the next one's layers have given theirs
+    tapped: int  # held from a step of the base until the next one's layers have given theirs, and until it is seen
     largest_pass: int
 
     def beside(self, step: int) -> int:
@@ -31,7 +32,7 @@ class EagleBytes(NamedTuple):
 
 
 def eagle_bytes(widths: EagleWidths, limits: EngineLimits, item: int) -> EagleBytes:
-    """`item`: bytes of a value. A pass has as many rows as the step of the base that it follows."""
+    """`item`: bytes of a value. A pass has as many rows as a step of the base at the most."""
     rows, ended = limits.max_num_tokens, limits.max_batch_size
     base, hidden, queries, row, vocab, draft_vocab = widths
     fused = rows * (NUM_TAPS * base + hidden) * item
@@ -40,4 +41,4 @@ def eagle_bytes(widths: EagleWidths, limits: EngineLimits, item: int) -> EagleBy
     # Queries, keys and values, the same turned, which is computed in float32, and what is attended.
     attention = held + rows * ((3 * queries + 2 * row) * item + 2 * queries * _FLOAT) + limits.max_seq_len * row * item
     logits = held + ended * (draft_vocab * (item + _FLOAT) + vocab * 2 * _FLOAT)
-    return EagleBytes(NUM_TAPS * rows * base * item, max(fused, norm, attention, logits))
+    return EagleBytes(NUM_TAPS * rows * base * item + KEPT_BYTES, max(fused, norm, attention, logits))

@@ -12,14 +12,13 @@ is drawn, drafts fail more often.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from bireme.engines.base import RequestKey
 from bireme.engines.torch.forward.forward import Computed, Forward
-from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
+from bireme.engines.torch.scheduling.speculation.drafter import PassCosts, drafting_of
 from bireme.engines.torch.scheduling.speculation.followers import GROUP, KnownBlocks, follow
-from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
+from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.engines.torch.step import Draft, DraftedSequence, SchedulerOutput
 from bireme.engines.torch.step import Sequence as OpenSequence
 from bireme.logits.rows import Row
@@ -35,14 +34,13 @@ class DraftModel:
         self,
         forward: Forward,
         sampler: Sampler[RequestKey],
-        costs: StepCosts,
         num_groups: int,
         num_blocks: int,
         tokens_per_block: int,
         max_seq_len: int,
     ) -> None:
         """`sampler`: for rows of its own. `num_groups`: of the draft model. `max_seq_len`: that it was made for."""
-        self.costs: StepCosts | None = costs
+        self.costs = PassCosts(forward.modules.device)
         self._forward, self._sampler = forward, sampler
         self._num_groups, self._size, self._max_seq_len = num_groups, tokens_per_block, max_seq_len
         self._blocks = KnownBlocks(num_blocks, tokens_per_block)
@@ -52,6 +50,7 @@ class DraftModel:
         return self._max_seq_len - len(sequence.tokens) if sequence.pictures is None else 0
 
     def propose(self, most: Mapping[OpenSequence, int], budget: int) -> dict[OpenSequence, Draft]:
+        self.costs.begin()
         followers = {one: self._follow(one) for one in most}
         owners = {follower.own: one for one, follower in followers.items()}
         going = self._catch_up(followers, owners, most, budget)
@@ -109,17 +108,17 @@ class DraftModel:
         """Do a pass, and add to each sequence that was computed to its end the token that is drawn; return these."""
         if not plan.has_tokens:
             return []
-        began, work = time.monotonic(), StepWork.of(plan)
+        began, work = self.costs.now(), StepWork.of(plan)
         computed = self._forward.run(plan)
         for own in plan.decodes:
             own.computed += 1
         for own, count in plan.chunks:
             own.computed += count
         if not computed.batch.sampled:  # on a GPU nobody has waited for it
+            self.costs.passed(work, began, is_seen=False)
             return []
         tokens = self._draw(computed, [followers[owners[own]].row for own in computed.batch.sampled])
-        if self.costs is not None:
-            self.costs.landed([work], time.monotonic() - began)
+        self.costs.passed(work, began)
         drawn = {own: token for own, token in zip(computed.batch.sampled, tokens, strict=True) if token != NO_TOKEN}
         for own, token in drawn.items():
             own.tokens.append(token)

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from bireme.engines.torch.scheduling.step_costs import StepCosts
+import torch
+
+from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import Draft, Drafting, Sequence
+
+_LONG = 32  # tokens of a pass, that are not only those of the last steps: a prompt is caught up on
+
+
+class PassCosts(StepCosts):
+    """What a drafter's passes take, and what those for the last drafts have taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        # Who waits for a GPU takes no CPU; on a busy machine the clock goes on while others have the CPU.
+        self.now = time.monotonic if device.type == "cuda" else time.thread_time
+        self.begin()
+
+    def begin(self) -> None:
+        """Passes for other drafts follow."""
+        self.drafts_s = 0.0  # that such passes usually take: one of these may have been held up
+        self.catch_up_s = 0.0  # beside that, what was not seen of long sequences
+
+    def passed(self, work: StepWork, began_at: float, is_seen: bool = True) -> None:
+        """`began_at`: by `now`. `is_seen`: the pass has ended by now."""
+        if not is_seen:
+            self.catch_up_s += self.now() - began_at
+            return
+        self.landed([work], self.now() - began_at)
+        if work.prefill_tokens > _LONG:
+            self.catch_up_s += self.about_s(work)
+        else:
+            self.drafts_s += self.about_s(work)
 
 
 class Drafter(Protocol):
     """Used by the engine's thread, between steps."""
 
     num_kinds: int  # of evidence that a draft may rest on
-    costs: StepCosts | None  # of its forward passes, one for each place of a draft; None: drafts are looked up
+
+    @property
+    def costs(self) -> PassCosts | None:
+        """Of its forward passes, one for each place of a draft; None: drafts are looked up."""
 
     def room(self, sequence: Sequence) -> int:
         """Return the most tokens that it may propose now."""

@@ -1,8 +1,9 @@
 """Drafts of an EAGLE-3 head: what the model made of each token says which ones it would say next.
 
-The head's pass over a step follows that step. It writes keys and values of each place that was verified, under the
-model's block ids, and has at the end of a sequence what its first drafted token is drawn from. Further ones take a pass
-each, in which the head's own rows stand in for the model's; the next step's pass writes these places anew.
+What the model made of a step's tokens is kept until a draft is wanted. The head's pass over all that was kept writes
+keys and values of each place that was verified, under the model's block ids, and has at the end of a sequence what its
+first drafted token is drawn from. Further ones take a pass each, in which the head's own rows stand in for the model's;
+the next pass over what was kept writes these places anew. Where no draft is wanted there is no pass.
 
 Of tokens that the model has not computed here (a cached prefix, KV that came by transfer or from a lower tier) the head
 knows what full blocks have of an earlier request, by their hashes. Where they have nothing, it sees the sequence from
@@ -11,17 +12,16 @@ the first block on of which it knows all: drafts are worse, and no token is anot
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from bireme.engines.base import RequestKey
 from bireme.engines.torch.forward.eagle_passes import EaglePasses
-from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
+from bireme.engines.torch.scheduling.speculation.drafter import PassCosts, drafting_of
 from bireme.engines.torch.scheduling.speculation.followers import KnownBlocks, follow
-from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
+from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.engines.torch.step import Batch, Draft, DraftedSequence, SchedulerOutput, SequenceStatus
 from bireme.engines.torch.step import Sequence as OpenSequence
 from bireme.logits.sampler import NO_TOKEN, Sampler
@@ -40,53 +40,53 @@ class EagleDrafter:
         tokens_per_block: int,
         max_seq_len: int,
     ) -> None:
-        self.costs: StepCosts | None = StepCosts()
+        self.costs = PassCosts(passes.device)
         self._passes, self._sampler, self._size, self._max_seq_len = passes, sampler, tokens_per_block, max_seq_len
         self._blocks = KnownBlocks(num_blocks, tokens_per_block)
 
     def room(self, sequence: OpenSequence) -> int:
-        """None where the head has not seen the last token's place."""
+        """None where the rows of the last token's place are not there."""
         follower = sequence.drafting.follower if sequence.drafting is not None else None
-        is_ready = follower is not None and follower.logits is not None
-        return self._max_seq_len - len(sequence.tokens) if is_ready else 0
+        if follower is None or not follower.unseen:
+            return 0
+        is_whole = follower.num_verified + follower.num_unseen == len(sequence.tokens) - 1
+        return self._max_seq_len - len(sequence.tokens) if is_whole else 0
 
-    def observe(self, plan: SchedulerOutput, batch: Batch) -> None:
-        """Take in a step of the model whose tokens have been delivered."""
-        positions = batch.positions.flatten(0, -2)[0].tolist()
-        followers: dict[OpenSequence, DraftedSequence] = {}
-        taken: dict[OpenSequence, list[int]] = {}
-        for sequence, rows in _rows_of(plan).items():
-            first = positions[rows[0]]
-            if _is_going_on(sequence, first):
-                follower = self._advance(sequence, first)
-                if used := rows[max(0, follower.base - first) : sequence.computed - first]:
-                    followers[follower.own], taken[follower.own] = follower, used
-        if not followers:
-            return
-        following = _plan_of(taken)
-        seen = [row for own in following.sequences for row in taken[own]]
-        self._compute(following, followers, self._passes.fused(seen))
-        for follower in followers.values():
-            self._remember(follower)
+    def observe(self, plan: SchedulerOutput, batch: Batch, pays: bool) -> float:
+        """Keep what the model made of a step whose tokens have been delivered, until a draft is wanted.
 
-    def _remember(self, follower: DraftedSequence) -> None:
-        own = follower.own
-        follower.num_verified = follower.base + own.computed
-        if not follower.base:
-            self._blocks.remember(own.table.blocks[0], own.table.hashes, own.computed, 0)
+        `pays`: the head sees prompts at once, so that a cached prefix of theirs serves others; and else none that would
+        be too much to keep. Returns the seconds that its pass took.
+        """
+        taps, seen = self._passes.taps(), []
+        prompts, room = {one for one, _ in plan.chunks} if pays else (), self._passes.most_rows
+        for sequence, first, rows in _places(plan, batch):
+            if not _is_going_on(sequence, first):
+                continue
+            follower = self._advance(sequence, first)
+            if used := rows[max(0, follower.num_verified - first) : sequence.computed - first]:
+                # A prompt's rows would be held for as long as one row beside them is kept.
+                kept = ([part[used] for part in taps], list(range(len(used)))) if plan.chunks else (taps, used)
+                follower.unseen.append(kept)
+                follower.num_unseen += len(used)
+            if used and sequence in prompts and room >= follower.num_unseen:
+                seen.append(sequence)
+                room -= follower.num_unseen
+            elif follower.num_unseen > self._passes.most_unseen:
+                drafting_of(sequence).follower = None
+        if not seen:
+            return 0.0
+        began = self.costs.now()
+        self._see({one: _follower_of(one) for one in seen}, dict.fromkeys(seen, 0))
+        return float(self.costs.now() - began)
 
     def _advance(self, sequence: OpenSequence, first: int) -> DraftedSequence:
-        """Return the sequence as the head has it, before the place `first`."""
+        """Return the sequence as the head has it, whose rows end before the place `first`."""
         drafting = drafting_of(sequence)
-        if drafting.follower is None or drafting.follower.num_verified < first:
-            drafting.follower = self._open(sequence, first)
-        follower, own = drafting.follower, drafting.follower.own
-        own.computed = max(0, first - follower.base)
-        own.tokens[own.computed :] = sequence.tokens[follower.base + own.computed + 1 :]  # who follows each place
-        own.table.blocks[0] = sequence.table.blocks[0][follower.base // self._size :]
-        own.table.hashes = sequence.table.hashes
-        follower.hidden = follower.logits = None
-        self._blocks.forget(own.table.blocks[0], own.computed, len(own.tokens))
+        follower = drafting.follower
+        # Before the block that a head sees first nothing of it is kept, so nothing is missing either.
+        if follower is None or (follower.num_verified + follower.num_unseen != first and first > follower.base):
+            follower = drafting.follower = self._open(sequence, first)
         return follower
 
     def _open(self, sequence: OpenSequence, first: int) -> DraftedSequence:
@@ -95,23 +95,47 @@ class EagleDrafter:
             number = self._blocks.first_known(sequence.table.blocks[0], sequence.table.hashes, number)
         follower = follow(sequence, 1, self._sampler.vocab_size)
         follower.base = number * self._size
-        follower.own.tokens = sequence.tokens[follower.base + 1 :]
+        follower.num_verified = max(first, follower.base)
         return follower
 
     def propose(self, most: Mapping[OpenSequence, int], budget: int) -> dict[OpenSequence, Draft]:
-        ready = {one: follower for one in most if (follower := drafting_of(one).follower) is not None}
+        self.costs.begin()
+        ready, left = {}, self._passes.most_rows
+        for one in most:
+            if left >= (follower := _follower_of(one)).num_unseen:
+                ready[one], left = follower, left - follower.num_unseen
         drafted: dict[OpenSequence, list[int]] = {one: [] for one in ready}
-        for one, follower in ready.items():
-            held = follower.own.computed
-            follower.own.table.blocks[0] = one.table.blocks[0][follower.base // self._size :]
-            self._blocks.forget(follower.own.table.blocks[0], held, held + most[one])
+        began, work = self.costs.now(), self._see(ready, most)
         going = self._draw(ready, drafted)
+        self.costs.passed(work, began)
         while going := {one: follower for one, follower in going.items() if len(drafted[one]) < most[one]}:
-            began, work = time.monotonic(), self._go_on(going, drafted)
+            began, work = self.costs.now(), self._go_on(going, drafted)
             going = self._draw(going, drafted)
-            if self.costs is not None:
-                self.costs.landed([work], time.monotonic() - began)
+            self.costs.passed(work, began)
         return {one: Draft(tokens) for one, tokens in drafted.items() if tokens}
+
+    def _see(self, followers: Mapping[OpenSequence, DraftedSequence], most: Mapping[OpenSequence, int]) -> StepWork:
+        """Do the pass of all places that were kept; drafts of `most` tokens are to follow."""
+        plan = SchedulerOutput()
+        for one, follower in followers.items():
+            own, begin = follower.own, follower.base // self._size
+            own.computed = follower.num_verified - follower.base
+            own.tokens = one.tokens[follower.base + 1 :][: own.computed + follower.num_unseen]  # who follows each place
+            own.table.blocks[0], own.table.hashes = one.table.blocks[0][begin:], one.table.hashes
+            self._blocks.forget(own.table.blocks[0], own.computed, len(own.tokens) + most[one])
+            if own.num_pending == 1:
+                plan.decodes.append(own)
+            else:
+                plan.chunks.append((own, own.num_pending))
+        by_own = {follower.own: follower for follower in followers.values()}
+        work = StepWork.of(plan)
+        self._compute(plan, by_own, self._passes.fused([part for own in plan.sequences for part in by_own[own].unseen]))
+        for follower in followers.values():
+            own, follower.unseen, follower.num_unseen = follower.own, [], 0
+            follower.num_verified = follower.base + own.computed
+            if not follower.base:
+                self._blocks.remember(own.table.blocks[0], own.table.hashes, own.computed, 0)
+        return work
 
     def _go_on(
         self, going: Mapping[OpenSequence, DraftedSequence], drafted: Mapping[OpenSequence, list[int]]
@@ -160,6 +184,14 @@ def _is_going_on(sequence: OpenSequence, first: int) -> bool:
     return sequence.state is SequenceStatus.RUNNING and sequence.pictures is None and sequence.computed > first
 
 
+def _places(plan: SchedulerOutput, batch: Batch) -> Iterable[tuple[OpenSequence, int, list[int]]]:
+    """Return of each sequence of a step that has been delivered its first place there, and its rows."""
+    if not plan.drafts and not plan.chunks:
+        return [(one, one.computed - 1, [at]) for at, one in enumerate(plan.decodes)]
+    positions = batch.positions.flatten(0, -2)[0].tolist()
+    return [(one, positions[rows[0]], rows) for one, rows in _rows_of(plan).items()]
+
+
 def _rows_of(plan: SchedulerOutput) -> dict[OpenSequence, list[int]]:
     """Return the rows of each sequence in a step, by place."""
     rows = {one: [at] for at, one in enumerate(plan.decodes)}
@@ -173,14 +205,10 @@ def _rows_of(plan: SchedulerOutput) -> dict[OpenSequence, list[int]]:
     return rows
 
 
-def _plan_of(taken: Mapping[OpenSequence, list[int]]) -> SchedulerOutput:
-    plan = SchedulerOutput()
-    for own, rows in taken.items():
-        if own.num_pending == 1:
-            plan.decodes.append(own)
-        else:
-            plan.chunks.append((own, len(rows)))
-    return plan
+def _follower_of(sequence: OpenSequence) -> DraftedSequence:
+    follower = drafting_of(sequence).follower
+    assert follower is not None
+    return follower
 
 
 def _held(rows: Tensor | None) -> Tensor:

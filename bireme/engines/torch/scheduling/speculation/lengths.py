@@ -3,15 +3,17 @@
 A draft's token is accepted if all before it were and it is right itself, with a probability that is taken to be the
 same at each of its places. It is estimated for each sequence and kind of evidence from what was tried, the last trials
 most, and begins where the engine's other sequences stand. A row more of a step makes that many tokens more, and takes
-what a step of so many rows takes more: the rows with most hope are taken as long as tokens a second grow. A sequence
-whose drafts fail has none any more, but for a short one now and then: its text may have come to where they are right.
+what a step of so many rows takes more: the rows with most hope are taken as long as tokens a second grow. Where none
+pay, one draft in several is verified in part: the text may have come to where they are right. Who drafts at all is what
+`budget.py` keeps account of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from bireme.engines.torch.scheduling.speculation.budget import DraftBudget
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import Drafting, DraftOffer, SchedulerOutput, Sequence
 
@@ -24,22 +26,33 @@ _FIRST = (3.0, 5.0)  # accepted and tried of a kind that nobody has tried
 _FADES = 0.9  # of a sequence's trials, with each draft that is verified
 _OF_ALL = 0.99  # of the engine's
 _ESTIMATES = 16  # of a step's seconds, about so many: each takes the host some microseconds
-_PROBE_EVERY = 48  # steps left without drafts; looks, where each step has one
-_DEARER = 8  # times as seldom, where a model has to catch up on a sequence for it
+_PROBE_EVERY = 16  # steps whose drafts are left, where they are looked up; a model's are paid for otherwise
 _PROBE = 2  # tokens of the one that is all the same
 _LOOK_EVERY = 64  # steps before which nobody looks for drafts
-_FEW = 4  # steps with drafts, of which too little is known: they are taken to cost what others do
 
 
 class DraftLengths(Protocol):
+    def due(self, plan: SchedulerOutput) -> Collection[Sequence]:
+        """Return those of the sequences that drafts are looked for before this step."""
+
+    def paid(self, plan: SchedulerOutput, due: Collection[Sequence], seconds: float, once_s: float = 0.0) -> None:
+        """Learn what drafts took for those that were due: see DraftBudget."""
+
     def choose(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         """Return how many tokens of each draft the step verifies, at least one; of others none."""
 
     def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
         """Return whether drafts of so many tokens at the most, which nobody has looked for yet, may pay."""
 
+    def gained(self, sequence: Sequence, num_accepted: int) -> None:
+        """So many tokens of a draft were delivered."""
+
     def learn(self, sequence: Sequence, kind: int, num_tried: int, num_accepted: int) -> None:
         """Learn what a step found: the first `num_accepted` were right, and the one after it, if it was tried, not."""
+
+    @property
+    def is_open(self) -> bool:
+        """Drafts have paid lately."""
 
 
 class MeasuredLengths:
@@ -55,10 +68,16 @@ class MeasuredLengths:
 
         `most_s`: that a step may take with its drafts; 0: no bound.
         """
-        self._costs, self._verifying, self._most_s, self._drafting = costs, verifying, most_s, drafting
+        self._costs, self._most_s, self._drafting = costs, most_s, drafting
+        self._budget = DraftBudget(costs, verifying)
+        self.due, self.paid, self.gained = self._budget.due, self._budget.paid, self._budget.gained
         self._of_all = [_FIRST] * num_kinds
         self._num_left_out = self._num_unlooked = 0
         self._pays = False  # as it was found last
+
+    @property
+    def is_open(self) -> bool:
+        return self._budget.is_open
 
     def choose(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         hopes = []
@@ -75,6 +94,9 @@ class MeasuredLengths:
         return chosen
 
     def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
+        due = set(self.due(plan))
+        if not (most := {one: count for one, count in most.items() if one in due}):
+            return False
         self._num_unlooked += 1
         if self._num_unlooked > _LOOK_EVERY:
             self._num_unlooked, self._num_left_out = 0, self._num_left_out + _LOOK_EVERY
@@ -93,10 +115,9 @@ class MeasuredLengths:
     def _most_that_pay(self, plan: SchedulerOutput, hopes: list[_Hope]) -> int:
         work = StepWork.of(plan)
         tokens = float(len(plan.decodes))
-        verifying = self._verifying if self._verifying.num_landed >= _FEW else self._costs
         every = max(4, len(hopes) // _ESTIMATES)
         gain = _KEPT_GAIN if self._pays else _GAIN
-        best, best_count = gain * tokens / self._costs.usual_s(work), 0
+        best, best_count = gain * tokens / self._costs.about_s(work), 0
         passes = _Passes(self._drafting)
         for count, (hope, place, sequence) in enumerate(hopes, 1):
             tokens += hope
@@ -104,7 +125,7 @@ class MeasuredLengths:
             passes.add(place, sequence.computed)
             if count & (count - 1) and count % every and count != len(hopes):
                 continue  # of many lengths some are enough
-            seconds = verifying.usual_s(work) + passes.seconds()
+            seconds = self._budget.verify_s(work) + passes.seconds()
             if self._most_s and seconds > self._most_s:
                 break
             if tokens / seconds > best:
@@ -113,7 +134,7 @@ class MeasuredLengths:
 
     def _probe(self, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         self._num_left_out += 1  # not for each draft: a large batch would probe, and land, step after step
-        if self._num_left_out < _PROBE_EVERY * (1 if self._drafting is None else _DEARER):
+        if self._num_left_out < _PROBE_EVERY and self._drafting is None:
             return {}
         self._num_left_out = 0
         sequence, offer = max(offers.items(), key=lambda one: self.rate(one[0], one[1].kind))
@@ -150,7 +171,7 @@ class _Passes:
         self._works[place - 1] = self._works[place - 1].with_rows(1, num_before)
 
     def seconds(self) -> float:
-        return sum(map(self._costs.usual_s, self._works)) if self._costs is not None else 0.0
+        return sum(map(self._costs.about_s, self._works)) if self._costs is not None else 0.0
 
 
 def _hopes(sequence: Sequence, rate: float, count: int, hope: float = 1.0) -> list[_Hope]:

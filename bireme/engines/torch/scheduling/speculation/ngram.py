@@ -11,16 +11,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
-from bireme.engines.torch.scheduling.step_costs import StepCosts
+from bireme.engines.torch.scheduling.speculation.drafter import PassCosts, drafting_of
 from bireme.engines.torch.step import Draft, Sequence, TokenIds
+
+_FEW = 16  # places, of which Python compares the tokens before them as quickly as numpy
 
 
 class NgramDrafter:
     def __init__(self, max_matching_ngram_size: int, is_use_oldest: bool) -> None:
         # By the tokens that matched, of the sequence or of what its request predicts.
         self.num_kinds = 2 * (max_matching_ngram_size + 1)
-        self.costs: StepCosts | None = None
+        self.costs: PassCosts | None = None
         self._most, self._is_oldest = max_matching_ngram_size, is_use_oldest
 
     def room(self, sequence: Sequence) -> int:
@@ -43,6 +44,8 @@ class NgramDrafter:
         ends = np.flatnonzero(known[:-1] == known[-1])
         if not ends.size:
             return 0, 0
+        if len(ends) <= _FEW:
+            return self._match_few(known, ends.tolist())
         matched = 1
         while matched < min(self._most, len(known) - 1):
             longer = ends[ends >= matched]
@@ -52,6 +55,18 @@ class NgramDrafter:
             ends = longer
             matched += 1
         return matched, int(ends[0] if self._is_oldest else ends[-1]) + 1
+
+    def _match_few(self, known: TokenIds, ends: list[int]) -> tuple[int, int]:
+        last = known[-self._most :].tolist()
+        best, at = 0, 0
+        for end in ends if self._is_oldest else reversed(ends):
+            before = known[max(0, end + 1 - len(last)) : end + 1].tolist()
+            matched = 1
+            while matched < len(before) and before[-1 - matched] == last[-1 - matched]:
+                matched += 1
+            if matched > best:
+                best, at = matched, end + 1
+        return best, at
 
 
 def _from(known: TokenIds, at: int, count: int) -> list[int]:

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from bireme.engines.torch.scheduling.speculation.drafter import Drafter, drafting_of
 from bireme.engines.torch.scheduling.speculation.eagle import EagleDrafter
 from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths
-from bireme.engines.torch.scheduling.speculation.looks import Looks
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.speculation.synthetic import SyntheticDrafter
-from bireme.engines.torch.scheduling.step_costs import StepCosts
+from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import Batch, Draft, DraftOffer, SchedulerOutput, Sequence
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.metrics import Registry
@@ -43,46 +42,62 @@ class Speculation:
     config: SpeculativeConfig
     manager: BlockManager
     metrics: Registry
-    looks: Looks
     verifying: StepCosts | None = None  # of steps with drafts; None: they cost what others of as many rows do
+    by_cpu: StepCosts | None = None  # of steps on a CPU, in the engine's thread's own time; None: on a GPU
     is_on: bool = True
+    observed_s: float = 0.0  # that the step which follows waits for
+    _began_s: float = 0.0  # of that time, when the step began; what drafts take does not count
+
+    def begin(self) -> None:
+        """Called at the beginning of each step, before it is planned."""
+        if self.by_cpu is not None:
+            self._began_s = time.thread_time()
+
+    def landed(self, work: StepWork) -> None:
+        """Called when the tokens of a step on a CPU have been delivered. Others' steps take its time, not its CPU."""
+        if self.by_cpu is not None:
+            self.by_cpu.landed([work], time.thread_time() - self._began_s)
 
     def draft(self, plan: SchedulerOutput, room: int) -> None:
         """Add drafts of at most `room` tokens to a step that is planned, in what is left of its tokens and blocks."""
+        plan.drafting_s, self.observed_s = self.observed_s, 0.0
         longest = self.longest(len(plan.decodes)) if self.is_on else 0
-        most = {one: count for one in plan.decodes if (count := min(longest, self._room(one))) > 0}
-        if not most:
+        if not longest or not (some := self.lengths.due(plan)):
             return
         try:
-            if self.drafter.costs is None:
-                self._look_up(plan, most, room)
-            else:
-                self._compute(plan, most, room)
+            if due := {one: count for one in some if (count := min(longest, self._room(one))) > 0}:
+                began, began_s = time.monotonic(), time.thread_time()
+                (self._look_up if self.drafter.costs is None else self._compute)(plan, due, room)
+                plan.drafting_s += time.monotonic() - began
+                self._began_s += time.thread_time() - began_s
         except Exception:  # requests need no drafts
             self._turn_off()
 
-    def _look_up(self, plan: SchedulerOutput, most: dict[Sequence, int], room: int) -> None:
+    def _look_up(self, plan: SchedulerOutput, due: dict[Sequence, int], room: int) -> None:
         """What is found says how much of it is hoped for."""
-        if not (due := self.looks.due(most)):
-            return
         began_s = time.thread_time()
         found = self.drafter.propose(due, 0)
         for sequence in due:
             drafting_of(sequence).looked(sequence in found)
         offers = {one: DraftOffer(len(draft.tokens), draft.kind) for one, draft in found.items()}
         chosen = self.lengths.choose(plan, offers) if offers else {}
-        self.looks.took(plan, len(due), time.thread_time() - began_s)
         for sequence, count in self._make_rooms(plan, chosen, room).items():
             self._add(plan, sequence, found[sequence], count)
+        self.lengths.paid(plan, due, time.thread_time() - began_s)
 
-    def _compute(self, plan: SchedulerOutput, most: dict[Sequence, int], room: int) -> None:
+    def _compute(self, plan: SchedulerOutput, due: dict[Sequence, int], room: int) -> None:
         """What is hoped for says how much is computed, in passes of as many tokens as the step has left."""
-        budget, chosen = plan.budget, self.lengths.choose(plan, {one: DraftOffer(count) for one, count in most.items()})
-        if rooms := self._make_rooms(plan, chosen, room):
-            began = time.monotonic()
-            for sequence, draft in self.drafter.propose(rooms, budget).items():
-                self._add(plan, sequence, draft, len(draft.tokens))
-            plan.drafting_s = time.monotonic() - began
+        began_s, budget, costs = time.thread_time(), plan.budget, self.drafter.costs
+        assert costs is not None
+        chosen = self.lengths.choose(plan, {one: DraftOffer(count) for one, count in due.items()})
+        seconds = time.thread_time() - began_s
+        rooms = self._make_rooms(plan, chosen, room)
+        if not rooms:
+            self.lengths.paid(plan, due, seconds)
+            return
+        for sequence, draft in self.drafter.propose(rooms, budget).items():
+            self._add(plan, sequence, draft, len(draft.tokens))
+        self.lengths.paid(plan, rooms, seconds + costs.drafts_s, costs.catch_up_s)
 
     def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> None:
         plan.drafts[sequence] = draft.tokens[:count]
@@ -121,7 +136,11 @@ class Speculation:
         if not self.is_on or not isinstance(self.drafter, EagleDrafter):
             return
         try:
-            self.drafter.observe(plan, batch)
+            began = time.monotonic()
+            if seconds := self.drafter.observe(plan, batch, self.lengths.is_open):
+                self.lengths.paid(plan, (), 0.0, seconds)
+            took = time.monotonic() - began
+            plan.drafting_s, self.observed_s = (plan.drafting_s + took, 0.0) if plan.drafts else (0.0, took)
         except Exception:
             self._turn_off()
 
@@ -144,6 +163,7 @@ class Speculation:
 
     def verified(self, sequence: Sequence, num_tried: int, num_accepted: int, is_cut: bool) -> None:
         """Learn what a step made of a draft. `is_cut`: the request ended within it."""
+        self.lengths.gained(sequence, num_accepted)
         if not is_cut:
             self.lengths.learn(sequence, drafting_of(sequence).kind, num_tried, num_accepted)
 
@@ -154,10 +174,10 @@ def open_speculation(
     manager: BlockManager,
     metrics: Registry,
     costs: StepCosts,
-    is_apart: bool,
+    is_on_gpu: bool,
     max_stream_gap_s: float,
 ) -> Speculation | None:
-    """Return it; None: there are no drafts. `is_apart`: steps with drafts take another path than others.
+    """Return it; None: there are no drafts. `is_on_gpu`: steps with drafts take another path there than others.
 
     `drafter`: one with a model, where the settings name it and this engine drafts.
     """
@@ -166,10 +186,12 @@ def open_speculation(
     drafter = drafter or _drafter(config)
     if drafter is None:
         return None
-    verifying = StepCosts() if is_apart else None
-    lengths = MeasuredLengths(costs, verifying or costs, drafter.num_kinds, max_stream_gap_s, drafter.costs)
+    verifying, by_cpu = (StepCosts(), None) if is_on_gpu else (None, StepCosts())
+    lengths = MeasuredLengths(
+        by_cpu or costs, verifying or by_cpu or costs, drafter.num_kinds, max_stream_gap_s, drafter.costs
+    )
     metrics.start("bireme_draft_tokens_total", "bireme_accepted_draft_tokens_total")
-    return Speculation(drafter, lengths, config, manager, metrics, Looks(costs), verifying)
+    return Speculation(drafter, lengths, config, manager, metrics, verifying, by_cpu)
 
 
 def _drafter(config: SpeculativeConfig) -> Drafter | None:

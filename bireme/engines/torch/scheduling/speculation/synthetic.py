@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bireme.engines.torch.scheduling.step_costs import StepCosts
+from bireme.engines.torch.scheduling.speculation.drafter import PassCosts
 from bireme.engines.torch.step import Draft, Sequence
 
 _MASK = (1 << 64) - 1
@@ -22,7 +22,7 @@ class SyntheticDrafter:
     def __init__(self, acceptance_rate: float) -> None:
         """`acceptance_rate`: of tokens that are verified behind right ones, the share that is right, 0 to 1."""
         self.acceptance_rate = acceptance_rate
-        self.costs: StepCosts | None = None
+        self.costs: PassCosts | None = None
 
     def room(self, sequence: Sequence) -> int:
         return sequence.max_tokens
