@@ -1,9 +1,9 @@
-"""Who may draft before a step: sequences whose drafts gain more time than they take, and the others for 2% of theirs.
+"""Who may draft before a step: sequences whose drafts gain more time than they take, and the others for 1.5% of theirs.
 
 Each sequence has a credit in tokens: the time in which the engine says so many without drafts. Looks, passes of a model
 and rows that are verified are paid from it as they were measured, and each accepted token is one that was not waited
-for. Every token that is said lends 2% of one. So a sequence whose drafts lose time is soon without, and is tried again
-as often as 2% allow; one whose drafts pay goes on. All sequences together have a purse by these rules, in steps: what
+for. Every token that is said lends 1.5% of one. So a sequence whose drafts lose time is soon without, and tried again as
+often as that allows; one whose drafts pay goes on. All sequences together have a purse by these rules, in steps: what
 they find lasts from one request to the next, and a request that begins where drafts lose has no credit to lose.
 """
 
@@ -15,11 +15,12 @@ from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import SchedulerOutput, Sequence
 
-_LENT = 0.02  # of each token's time
+_LENT = 0.015  # of each token's time
 _CREDIT = 4.0  # tokens, that a sequence saves at the most
-_BEGINS = 2.0  # tokens, that one begins with at the most
-_PURSE = 32.0  # steps, that all save at the most
+_BEGINS = 1.0  # tokens, that one begins with at the most
+_PURSE = 16.0  # steps, that all save at the most
 _FIRST_PURSE = 8.0  # steps, to find out how good drafts are
+_BESIDE = 1.3  # times what is measured, that drafts take: what was in a CPU's caches is read again later
 _FEW = 4  # steps with drafts, of which too little is known: they are taken to cost what others do
 
 
@@ -74,7 +75,7 @@ class DraftBudget:
 
     def _take(self, some: Collection[Sequence], steps: float) -> None:
         for one in some:
-            self._add(one, -steps * self._num_decodes / len(some))
+            self._add(one, -_BESIDE * steps * self._num_decodes / len(some))
 
     def _add(self, one: Sequence, tokens: float) -> None:
         drafting = drafting_of(one)

@@ -30,6 +30,7 @@ from bireme.settings import NGRAM, SYNTHETIC, SpeculativeConfig
 
 logger = logging.getLogger("bireme.engines.torch")
 
+_MEASURED = 4  # of steps without drafts, so many for one that is: to measure takes a hundredth of a small one
 _NGRAM_SIZE = 3  # where the settings name none
 
 
@@ -46,6 +47,7 @@ class Speculation:
     by_cpu: StepCosts | None = None  # of steps on a CPU, in the engine's thread's own time; None: on a GPU
     is_on: bool = True
     observed_s: float = 0.0  # that the step which follows waits for
+    _num_landed: int = 0
     _began_s: float = 0.0  # of that time, when the step began; what drafts take does not count
 
     def begin(self) -> None:
@@ -53,9 +55,10 @@ class Speculation:
         if self.by_cpu is not None:
             self._began_s = time.thread_time()
 
-    def landed(self, work: StepWork) -> None:
-        """Called when the tokens of a step on a CPU have been delivered. Others' steps take its time, not its CPU."""
-        if self.by_cpu is not None:
+    def landed(self, plan: SchedulerOutput, work: StepWork) -> None:
+        """Called when the tokens of a step on a CPU have been delivered. Other programs take its time, not its CPU."""
+        self._num_landed += 1
+        if self.by_cpu is not None and (plan.drafts or self._num_landed % _MEASURED == 0):
             self.by_cpu.landed([work], time.thread_time() - self._began_s)
 
     def draft(self, plan: SchedulerOutput, room: int) -> None:
