@@ -125,10 +125,10 @@ def said(budget, one, num_steps, seconds, gained=0):
 @pytest.mark.parametrize("steps", [0.05, 0.3, 2.0])
 def test_drafts_that_gain_nothing_take_a_small_part_of_the_time_and_begin_with_little(steps):
     budget = DraftBudget(learned(1))
-    lost = [1.3 * steps * said(budget, Sequence([0]), 400, 10e-3 * steps) for _ in range(6)]
-    assert lost[0] <= 400 * 0.015 + 1 + 1.3 * steps
-    assert sum(lost) <= 6 * (400 * 0.015 + 1.3 * steps) + 8 and sum(lost) > 6 * 400 * 0.015 - 6 * 1.3 * steps - 1
-    assert lost[-1] <= 400 * 0.015 + 1.3 * steps + 1
+    lost = [1.25 * steps * said(budget, Sequence([0]), 400, 10e-3 * steps) for _ in range(6)]
+    assert lost[0] <= 400 * 0.015 + 1 + steps
+    assert sum(lost) <= 6 * (400 * 0.015 + 1.25 * steps) + 8 and sum(lost) > 6 * 400 * 0.015 - 6 * 1.25 * steps - 1
+    assert lost[-1] <= 400 * 0.015 + 1.25 * steps + 1
 
 
 @pytest.mark.parametrize("steps", [0.05, 0.3, 2.0])
@@ -165,7 +165,7 @@ def test_what_drafts_make_a_step_take_more_is_paid_by_those_that_have_them():
     before = other.drafting.credit
     budget.paid(plan, [drafted, other], 0.0)
     taken = 2 * (budget.verify_s(StepWork(6, 0, 600)) / budget.verify_s(StepWork(2, 0, 200)) - 1)
-    assert other.drafting.credit == before and before - drafted.drafting.credit == pytest.approx(1.3 * taken, rel=0.1)
+    assert other.drafting.credit == before and before - drafted.drafting.credit == pytest.approx(1.25 * taken, rel=0.1)
 
 
 def test_what_a_request_predicts_is_looked_for_at_first_whatever_others_gained():

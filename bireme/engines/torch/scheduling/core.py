@@ -242,7 +242,7 @@ class EngineCore:
 
     def _observe(self, plan: SchedulerOutput, computed: Computed, work: StepWork) -> None:
         if self._parts.speculation is not None:
-            self._parts.speculation.landed(plan, work)
+            self._parts.speculation.landed(work)
             self._parts.speculation.observe(plan, computed.batch)
 
     def _draw(self, computed: Computed, sequences: list[Sequence], rows: list[int]) -> Sampled:

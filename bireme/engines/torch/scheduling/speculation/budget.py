@@ -2,9 +2,9 @@
 
 Each sequence has a credit in tokens: the time in which the engine says so many without drafts. Looks, passes of a model
 and rows that are verified are paid from it as they were measured, and each accepted token is one that was not waited
-for. Every token that is said lends 1.5% of one. So a sequence whose drafts lose time is soon without, and tried again as
-often as that allows; one whose drafts pay goes on. All sequences together have a purse by these rules, in steps: what
-they find lasts from one request to the next, and a request that begins where drafts lose has no credit to lose.
+for. Every token that is said lends 1.5% of one. So a sequence whose drafts lose time is soon without, and tried again
+as often as that allows; one whose drafts pay goes on. All sequences together have a purse by these rules, in steps:
+what they find lasts from one request to the next, and a request that begins where drafts lose has no credit to lose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CREDIT = 4.0  # tokens, that a sequence saves at the most
 _BEGINS = 1.0  # tokens, that one begins with at the most
 _PURSE = 16.0  # steps, that all save at the most
 _FIRST_PURSE = 8.0  # steps, to find out how good drafts are
-_BESIDE = 1.3  # times what is measured, that drafts take: what was in a CPU's caches is read again later
+_BESIDE = 1.25  # times what is measured, that drafts take: steps between them lose what was in a CPU's caches
 _FEW = 4  # steps with drafts, of which too little is known: they are taken to cost what others do
 
 
@@ -80,4 +80,5 @@ class DraftBudget:
     def _add(self, one: Sequence, tokens: float) -> None:
         drafting = drafting_of(one)
         drafting.credit = min(_CREDIT, drafting.credit + tokens)
-        self._purse = min(_PURSE, self._purse + tokens / self._num_decodes)
+        if not drafting.num_predicted:  # such a request drafts whatever others found, so it tells them nothing
+            self._purse = min(_PURSE, self._purse + tokens / self._num_decodes)

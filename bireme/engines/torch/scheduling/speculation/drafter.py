@@ -15,7 +15,7 @@ _LONG = 32  # tokens of a pass, that are not only those of the last steps: a pro
 
 
 class PassCosts(StepCosts):
-    """What a drafter's passes take, and what those for the last drafts have taken."""
+    """What a drafter's passes take, and what of the last ones was to catch up."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -25,8 +25,7 @@ class PassCosts(StepCosts):
 
     def begin(self) -> None:
         """Passes for other drafts follow."""
-        self.drafts_s = 0.0  # that such passes usually take: one of these may have been held up
-        self.catch_up_s = 0.0  # beside that, what was not seen of long sequences
+        self.catch_up_s = 0.0  # that is taken by what was not seen of long sequences
 
     def passed(self, work: StepWork, began_at: float, is_seen: bool = True) -> None:
         """`began_at`: by `now`. `is_seen`: the pass has ended by now."""
@@ -36,8 +35,6 @@ class PassCosts(StepCosts):
         self.landed([work], self.now() - began_at)
         if work.prefill_tokens > _LONG:
             self.catch_up_s += self.about_s(work)
-        else:
-            self.drafts_s += self.about_s(work)
 
 
 class Drafter(Protocol):

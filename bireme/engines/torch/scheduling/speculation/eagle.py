@@ -52,14 +52,14 @@ class EagleDrafter:
         is_whole = follower.num_verified + follower.num_unseen == len(sequence.tokens) - 1
         return self._max_seq_len - len(sequence.tokens) if is_whole else 0
 
-    def observe(self, plan: SchedulerOutput, batch: Batch, pays: bool) -> float:
+    def observe(self, plan: SchedulerOutput, batch: Batch) -> float:
         """Keep what the model made of a step whose tokens have been delivered, until a draft is wanted.
 
-        `pays`: the head sees prompts at once, so that a cached prefix of theirs serves others; and else none that would
-        be too much to keep. Returns the seconds that its pass took.
+        The head sees prompts at once, so that a cached prefix of theirs serves others. Nobody has to tell it of all
+        steps: behind a gap it sees a sequence anew. Returns the seconds that its pass took.
         """
         taps, seen = self._passes.taps(), []
-        prompts, room = {one for one, _ in plan.chunks} if pays else (), self._passes.most_rows
+        prompts, room = {one for one, _ in plan.chunks}, self._passes.most_rows
         for sequence, first, rows in _places(plan, batch):
             if not _is_going_on(sequence, first):
                 continue

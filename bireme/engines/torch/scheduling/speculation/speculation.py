@@ -30,7 +30,6 @@ from bireme.settings import NGRAM, SYNTHETIC, SpeculativeConfig
 
 logger = logging.getLogger("bireme.engines.torch")
 
-_MEASURED = 4  # of steps without drafts, so many for one that is: to measure takes a hundredth of a small one
 _NGRAM_SIZE = 3  # where the settings name none
 
 
@@ -47,7 +46,7 @@ class Speculation:
     by_cpu: StepCosts | None = None  # of steps on a CPU, in the engine's thread's own time; None: on a GPU
     is_on: bool = True
     observed_s: float = 0.0  # that the step which follows waits for
-    _num_landed: int = 0
+    _paying_s: float = 0.0
     _began_s: float = 0.0  # of that time, when the step began; what drafts take does not count
 
     def begin(self) -> None:
@@ -55,10 +54,9 @@ class Speculation:
         if self.by_cpu is not None:
             self._began_s = time.thread_time()
 
-    def landed(self, plan: SchedulerOutput, work: StepWork) -> None:
+    def landed(self, work: StepWork) -> None:
         """Called when the tokens of a step on a CPU have been delivered. Other programs take its time, not its CPU."""
-        self._num_landed += 1
-        if self.by_cpu is not None and (plan.drafts or self._num_landed % _MEASURED == 0):
+        if self.by_cpu is not None:
             self.by_cpu.landed([work], time.thread_time() - self._began_s)
 
     def draft(self, plan: SchedulerOutput, room: int) -> None:
@@ -86,21 +84,28 @@ class Speculation:
         chosen = self.lengths.choose(plan, offers) if offers else {}
         for sequence, count in self._make_rooms(plan, chosen, room).items():
             self._add(plan, sequence, found[sequence], count)
-        self.lengths.paid(plan, due, time.thread_time() - began_s)
+        self._pay(plan, due, time.thread_time() - began_s)
 
     def _compute(self, plan: SchedulerOutput, due: dict[Sequence, int], room: int) -> None:
         """What is hoped for says how much is computed, in passes of as many tokens as the step has left."""
-        began_s, budget, costs = time.thread_time(), plan.budget, self.drafter.costs
+        budget, costs = plan.budget, self.drafter.costs
         assert costs is not None
+        began_s = costs.now()
+        costs.begin()
         chosen = self.lengths.choose(plan, {one: DraftOffer(count) for one, count in due.items()})
-        seconds = time.thread_time() - began_s
         rooms = self._make_rooms(plan, chosen, room)
         if not rooms:
-            self.lengths.paid(plan, due, seconds)
+            self._pay(plan, due, costs.now() - began_s)
             return
         for sequence, draft in self.drafter.propose(rooms, budget).items():
             self._add(plan, sequence, draft, len(draft.tokens))
-        self.lengths.paid(plan, rooms, seconds + costs.drafts_s, costs.catch_up_s)
+        self._pay(plan, rooms, max(0.0, costs.now() - began_s - costs.catch_up_s), costs.catch_up_s)
+
+    def _pay(self, plan: SchedulerOutput, due: Collection[Sequence], seconds: float, once_s: float = 0.0) -> None:
+        """Pay for what was done, and with the next drafts for the paying."""
+        began_s = time.thread_time()
+        self.lengths.paid(plan, due, seconds + self._paying_s, once_s)
+        self._paying_s = time.thread_time() - began_s
 
     def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> None:
         plan.drafts[sequence] = draft.tokens[:count]
@@ -136,11 +141,11 @@ class Speculation:
 
     def observe(self, plan: SchedulerOutput, batch: Batch) -> None:
         """Have a drafter that reads what the model makes of its tokens see a step, once those are delivered."""
-        if not self.is_on or not isinstance(self.drafter, EagleDrafter):
+        if not self.is_on or not isinstance(self.drafter, EagleDrafter) or not self.lengths.is_open:
             return
         try:
             began = time.monotonic()
-            if seconds := self.drafter.observe(plan, batch, self.lengths.is_open):
+            if seconds := self.drafter.observe(plan, batch):
                 self.lengths.paid(plan, (), 0.0, seconds)
             took = time.monotonic() - began
             plan.drafting_s, self.observed_s = (plan.drafting_s + took, 0.0) if plan.drafts else (0.0, took)
