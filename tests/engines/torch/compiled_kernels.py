@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SHARED = 227 << 10  # bytes of a Hopper's multiprocessor, for one program
+SMALL = 99 << 10  # of an Ada's
 BF16, FP16, FP32, FP8, BYTES, INTS = "*bf16", "*fp16", "*fp32", "*fp8e4nv", "*u8", "*i32"
 
 
@@ -25,9 +26,10 @@ def build(
     constants: dict[str, Any],
     target: int = 90,
     is_aligned: bool = False,
+    shared: int = SHARED,
     **options: int,
 ) -> Any:
-    """Return what becomes of a kernel; `types` has those of its arguments, and may have more.
+    """Return what becomes of a kernel; `types` has those of its arguments, and may have more. `shared`: bytes at most.
 
     `is_aligned`: pointers are multiples of 16, as those of whole tensors are.
     """
@@ -40,7 +42,7 @@ def build(
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": 4, "num_stages": 3} | options
     made = compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    assert made.metadata.shared <= SHARED, f"{made.metadata.shared} bytes of shared memory"
+    assert made.metadata.shared <= shared, f"{made.metadata.shared} bytes of shared memory"
     return made
 
 
@@ -48,12 +50,14 @@ def int4() -> None:
     """Products with 4-bit integers, in tiles of `few_rows_int4`: no thread has weights that another one multiplies."""
     from bireme.engines.torch.kernels import int4_linear
 
-    def rows_kernel(tiles: int4_linear.Int4Tiles, more: dict[str, Any], target: int = 90, out: str = BF16) -> str:
+    def rows_kernel(
+        tiles: int4_linear.Int4Tiles, more: dict[str, Any], target: int = 90, out: str = BF16, shared: int = SHARED
+    ) -> str:
         names = {"TILE_ROWS": tiles.rows, "TILE_N": tiles.n, "WARPS": tiles.warps, "SPLITS": tiles.splits}
         names |= {"IS_JOINED": int4_linear.is_joined(tiles), "GROUP": 128, "IS_GPU": True, "CHAINED": target >= 90}
         how = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         constants = own | names | {"PRECISION": "tf32"} | more
-        made = build(int4_linear._rows_kernel, types | {"out": out}, constants, target, is_aligned=True, **how)
+        made = build(int4_linear._rows_kernel, types | {"out": out}, constants, target, True, shared, **how)
         return str(made.asm["ptx"])
 
     own = {"K": 4096, "PACKED": 128, "HAS_BIAS": False, "IS_GATED": True, "IS_GELU": False, "IS_ADDED": False}
@@ -68,6 +72,8 @@ def int4() -> None:
         rows_kernel(few, {"GROUP": group})
     rows_kernel(few._replace(splits=4), {"IS_GATED": False}, out=FP32)
     rows_kernel(few, {}, target=80)
+    for _, tiles in int4_linear.TILES[-2:]:  # an L4's
+        rows_kernel(int4_linear.fitting(tiles, SMALL), {}, target=89, shared=SMALL)
     types |= dict.fromkeys(("x", "bias"), FP32)
     rows_kernel(int4_linear._EXACT_TILES, {"IS_GPU": False, "PRECISION": "ieee"}, out=FP32)
     plain = {"K": 4096, "PACKED": 128, "GROUP": 128, "TILE_N": 64, "IS_GPU": True}

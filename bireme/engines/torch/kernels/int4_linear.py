@@ -11,6 +11,7 @@ added up by a second kernel, always in the same order.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -42,9 +43,9 @@ TILES = (  # by the most rows of x; chosen by the compiled code, `benchmarks/int
     (64, Int4Tiles(64, 64, 4, 4)),
     (MOST_ROWS, Int4Tiles(128, 128, 8, 3)),
 )
-_EXACT_TILES = Int4Tiles(
-    8, 32, 2, 3
-)  # of float32, whose products the compiler writes out, one multiplication at a time
+# Of float32, whose products the compiler writes out, one multiplication at a time.
+_EXACT_TILES = Int4Tiles(8, 32, 2, 3)
+_LARGE_BYTES = 114_688  # of shared memory, that the largest of them need; with two stages 73,728
 _PROGRAMS = 264  # that keep a GPU busy: two for each of an H100's multiprocessors
 _LEAST_BLOCKS = 4  # of columns, for a program
 _MOST_SPLITS = 8
@@ -307,7 +308,8 @@ def few_rows_int4(
     """x (rows, K), weight (N, K) -> (rows, N), as `few_rows_linear`. `tiles`: in place of those chosen."""
     rows, total = len(x), len(weight)
     width, out = result_of(x, weight, is_gated, add_to)
-    tiles = chosen_tiles(rows, total, weight.size, x.dtype) if tiles is None else tiles
+    if tiles is None:
+        tiles = fitting(chosen_tiles(rows, total, weight.size, x.dtype), shared_memory(x.device))
     splits = tiles.splits
     parts = out
     if splits > 1:
@@ -353,6 +355,21 @@ def chosen_tiles(rows: int, total: int, size: int, dtype: torch.dtype, tiles: In
     wanted = _PROGRAMS if tiles.rows <= 32 else _PROGRAMS // 2  # of more rows parts cost more than they save
     most = min(triton.cdiv(size, PACKED) // _LEAST_BLOCKS, _MOST_SPLITS)
     return tiles._replace(splits=max(1, min(triton.cdiv(wanted, programs), most)))
+
+
+def fitting(tiles: Int4Tiles, shared_bytes: int) -> Int4Tiles:
+    """Return how tiles are computed where a program has so much shared memory: 99 KiB on an L4, 227 on Hopper."""
+    is_large = tiles.rows * tiles.n >= 128 * 128
+    return tiles._replace(stages=2) if is_large and shared_bytes < _LARGE_BYTES else tiles
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes that a program may have on a GPU; of the interpreter as many as on any."""
+    if device.type != "cuda":
+        return _LARGE_BYTES
+    found: int = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    return found
 
 
 def is_joined(tiles: Int4Tiles) -> bool:
