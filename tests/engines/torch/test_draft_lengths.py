@@ -144,6 +144,21 @@ def test_a_sequence_that_comes_to_repeat_itself_is_noticed_and_one_that_stops_is
     assert said(budget, one, 1000, 1e-3) <= 10 * (1000 * 0.015 + 4) + 1
 
 
+def test_one_bill_of_a_stalled_host_keeps_nobody_from_drafts_for_long():
+    budget, one = DraftBudget(learned(1)), Sequence([0])
+    budget.due(plan_of(one))
+    budget.paid(plan_of(one), [one], 5.0, once_s=5.0)
+    assert not budget.is_open and said(budget, one, 1200, 1e-3, gained=1) > 50
+
+
+def test_a_pass_after_a_step_does_not_pay_for_the_step_s_drafts_again():
+    budget, one = DraftBudget(learned(1)), Sequence([0])
+    budget.due(plan := plan_of(one, drafts={one: [1, 2, 3]}))
+    before = one.drafting.credit
+    budget.paid(plan, (), 0.0, once_s=1e-3)
+    assert one.drafting.credit == before
+
+
 def test_a_sequence_pays_for_its_own_drafts_and_not_for_another_s():
     budget, right, wrong = DraftBudget(learned(1)), Sequence([0]), Sequence([0])
     counts = {right: 0, wrong: 0}

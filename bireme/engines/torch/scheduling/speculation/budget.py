@@ -19,6 +19,7 @@ _LENT = 0.015  # of each token's time
 _CREDIT = 4.0  # tokens, that a sequence saves at the most
 _BEGINS = 1.0  # tokens, that one begins with at the most
 _PURSE = 16.0  # steps, that all save at the most
+_DEBT = 16.0  # tokens or steps, that are owed at the most: one bill of a stalled host ends no drafts for minutes
 _FIRST_PURSE = 8.0  # steps, to find out how good drafts are
 _BESIDE = 1.25  # times what is measured, that drafts take: steps between them lose what was in a CPU's caches
 _FEW = 4  # steps with drafts, of which too little is known: they are taken to cost what others do
@@ -60,14 +61,15 @@ class DraftBudget:
     def paid(self, plan: SchedulerOutput, due: Collection[Sequence], seconds: float, once_s: float = 0.0) -> None:
         """Pay for what was done before a step, and for what its drafts make it take more.
 
-        `due`: for whom it was done. `once_s`: of what a sequence needs once, whatever comes of it; all pay for it.
+        `due`: for whom it was done; nobody: after the step, when its drafts are paid for already. `once_s`: of what
+        a sequence needs once, whatever comes of it; all pay for it.
         """
         plain = StepWork.of(plan, has_drafts=False)
         step_s = self._costs.about_s(plain)
         self._take(due, seconds / step_s)
-        if plan.drafts:
+        if due and plan.drafts:
             self._take(plan.drafts, max(0.0, self.verify_s(StepWork.of(plan)) / step_s - 1))
-        self._purse -= once_s / step_s
+        self._purse = max(-_DEBT, self._purse - once_s / step_s)
 
     def gained(self, sequence: Sequence, num_accepted: int) -> None:
         """Add what a step that was paid for has found to be right."""
@@ -79,6 +81,6 @@ class DraftBudget:
 
     def _add(self, one: Sequence, tokens: float) -> None:
         drafting = drafting_of(one)
-        drafting.credit = min(_CREDIT, drafting.credit + tokens)
+        drafting.credit = max(-_DEBT, min(_CREDIT, drafting.credit + tokens))
         if not drafting.num_predicted:  # such a request drafts whatever others found, so it tells them nothing
-            self._purse = min(_PURSE, self._purse + tokens / self._num_decodes)
+            self._purse = max(-_DEBT, min(_PURSE, self._purse + tokens / self._num_decodes))

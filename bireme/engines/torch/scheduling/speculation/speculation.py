@@ -148,7 +148,7 @@ class Speculation:
             if seconds := self.drafter.observe(plan, batch):
                 self.lengths.paid(plan, (), 0.0, seconds)
             took = time.monotonic() - began
-            plan.drafting_s, self.observed_s = (plan.drafting_s + took, 0.0) if plan.drafts else (0.0, took)
+            plan.drafting_s, self.observed_s = (plan.drafting_s + took, 0.0) if plan.drafts else (plan.drafting_s, took)
         except Exception:
             self._turn_off()
 
