@@ -101,8 +101,12 @@ class DraftedSequence:
     hidden: Tensor | None = None  # (1, h), what a head makes of the last place
     logits: Tensor | None = None  # (1, vocabulary)
     # Of places behind these, which a head has not seen: what the model made of them, and which rows of that.
-    unseen: list[tuple[list[Tensor], list[int]]] = field(default_factory=list)
+    unseen: list[tuple[list[Tensor], slice]] = field(default_factory=list)
     num_unseen: int = 0  # places
+
+    def add(self, parts: list[Tensor], rows: slice) -> None:
+        self.unseen.append((parts, rows))
+        self.num_unseen += rows.stop - rows.start
 
     @property
     def drafted(self) -> list[int]:

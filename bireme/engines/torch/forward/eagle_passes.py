@@ -29,6 +29,7 @@ from bireme.errors import ConfigError
 from bireme.settings import EAGLE
 
 logger = logging.getLogger("bireme.engines.torch")
+_FEW = 16  # places of a sequence, that are kept however wide a model is
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,9 @@ class EaglePasses:
             self._embed = partial(torch.nn.functional.embedding, weight=own)
         self._cos, self._sin = head.rotary(limits.max_seq_len).cos_sin.chunk(2, 1)
         row_bytes = len(head.shape.taps) * head.shape.hidden_size * store.keys[0].element_size()
-        self.most_unseen = KEPT_BYTES // (row_bytes * limits.max_batch_size)  # places of a sequence, that may be kept
         self.most_rows = limits.max_num_tokens  # of a pass
+        held = KEPT_BYTES // (row_bytes * limits.max_batch_size)
+        self.most_unseen = min(max(_FEW, held), self.most_rows)  # places of a sequence, that may be kept
         self._make_step: Any = PagedStep
         if builder.uses_kernels:
             from bireme.engines.torch.forward.kernel_step import KernelStep
@@ -100,12 +102,12 @@ class EaglePasses:
         """Return what the model made of its last step, which later steps leave as it is: (rows, b) of each layer."""
         return self._tapped.parts()
 
-    def fused(self, unseen: list[tuple[list[Tensor], list[int]]]) -> Tensor:
+    def fused(self, unseen: list[tuple[list[Tensor], slice]]) -> Tensor:
         """Return what the head reads of rows of several steps, (rows, h). `unseen`: `taps` and which rows of them."""
+        layers = range(len(self._head.shape.taps))
         with torch.inference_mode():
-            found: Tensor = self._head.fuse(
-                torch.cat([torch.cat([part[rows] for part in parts], -1) for parts, rows in unseen])
-            )
+            joined = [torch.cat([parts[layer][rows] for parts, rows in unseen]) for layer in layers]
+            found: Tensor = self._head.fuse(torch.cat(joined, -1))
             return found
 
     def compute(self, plan: SchedulerOutput, hidden: Tensor) -> tuple[list[Sequence], Tensor, Tensor]:

@@ -58,27 +58,46 @@ class EagleDrafter:
         The head sees prompts at once, so that a cached prefix of theirs serves others. Nobody has to tell it of all
         steps: behind a gap it sees a sequence anew. Returns the seconds that its pass took.
         """
-        taps, seen = self._passes.taps(), []
-        prompts, room = {one for one, _ in plan.chunks}, self._passes.most_rows
+        used: dict[OpenSequence, list[int]] = {}
         for sequence, first, rows in _places(plan, batch):
-            if not _is_going_on(sequence, first):
-                continue
-            follower = self._advance(sequence, first)
-            if used := rows[max(0, follower.num_verified - first) : sequence.computed - first]:
-                # A prompt's rows would be held for as long as one row beside them is kept.
-                kept = ([part[used] for part in taps], list(range(len(used)))) if plan.chunks else (taps, used)
-                follower.unseen.append(kept)
-                follower.num_unseen += len(used)
-            if used and sequence in prompts and room >= follower.num_unseen:
+            if _is_going_on(sequence, first):
+                follower = self._advance(sequence, first)
+                used[sequence] = rows[max(0, follower.num_verified - first) : sequence.computed - first]
+        self._keep(plan, {one: rows for one, rows in used.items() if rows})
+        prompts, seen, room = {one for one, _ in plan.chunks if used.get(one)}, [], self._passes.most_rows
+        for sequence in used:
+            count = _follower_of(sequence).num_unseen
+            is_much = count > self._passes.most_unseen
+            if (is_much or sequence in prompts) and room >= count:
                 seen.append(sequence)
-                room -= follower.num_unseen
-            elif follower.num_unseen > self._passes.most_unseen:
+                room -= count
+            elif is_much:
                 drafting_of(sequence).follower = None
         if not seen:
             return 0.0
         began = self.costs.now()
         self._see({one: _follower_of(one) for one in seen}, dict.fromkeys(seen, 0))
         return float(self.costs.now() - began)
+
+    def _keep(self, plan: SchedulerOutput, used: Mapping[OpenSequence, list[int]]) -> None:
+        """Add these rows of the step to what the head has not seen.
+
+        A sequence's are held together with others'. So those of prompts, and of drafts, of which a step has many and
+        which are mostly seen soon, are apart from those of sequences that may rest.
+        """
+        taps, prompts = self._passes.taps(), {one for one, _ in plan.chunks}
+        if not plan.drafts and not plan.chunks:
+            for one, (at,) in used.items():
+                _follower_of(one).add(taps, slice(at, at + 1))
+            return
+        groups: dict[str, list[OpenSequence]] = {}
+        for one in used:
+            groups.setdefault("prompt" if one in prompts else "draft" if one in plan.drafts else "", []).append(one)
+        for some in groups.values():
+            index = torch.tensor([at for one in some for at in used[one]], device=self._passes.device)
+            parts, begin = [part[index] for part in taps], 0
+            for one in some:
+                _follower_of(one).add(parts, slice(begin, begin := begin + len(used[one])))
 
     def _advance(self, sequence: OpenSequence, first: int) -> DraftedSequence:
         """Return the sequence as the head has it, whose rows end before the place `first`."""
@@ -104,6 +123,8 @@ class EagleDrafter:
         for one in most:
             if left >= (follower := _follower_of(one)).num_unseen:
                 ready[one], left = follower, left - follower.num_unseen
+        if not ready:
+            return {}
         drafted: dict[OpenSequence, list[int]] = {one: [] for one in ready}
         began, work = self.costs.now(), self._see(ready, most)
         going = self._draw(ready, drafted)
