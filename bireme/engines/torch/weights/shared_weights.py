@@ -28,7 +28,7 @@ from bireme.errors import UnavailableError, one_line
 
 logger = logging.getLogger("bireme.engines.torch")
 _ALIGNMENT = 256  # of each tensor, in bytes
-_FORMAT = 2  # of table and arrangement
+_FORMAT = 3  # of table, arrangement, and what packed bytes mean
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
