@@ -39,6 +39,8 @@ def raise_if_lost(error: Exception, what: str) -> None:
 
     Raises UnavailableError where the error has lost the GPU: whatever comes next would fail as well.
     """
+    if isinstance(error, UnavailableError):  # of a pass within this one, told already
+        raise error
     text = one_line(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _FOR_GOOD):
         logger.critical("device_lost in=%s error=%s", what, text)

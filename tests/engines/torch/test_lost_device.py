@@ -55,6 +55,8 @@ def test_errors_that_leave_a_gpu_dead_are_told_from_those_that_can_be_lived_with
     with pytest.raises(UnavailableError, match=r"^the GPU was lost in a step: .*report that$") as found:
         raise_if_lost(error, "a step")
     assert found.value.__cause__ is error
+    with pytest.raises(UnavailableError, match="lost in a step"):  # of a pass within another one
+        raise_if_lost(found.value, "the first passes")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines here have another decoder")
