@@ -34,5 +34,9 @@ def compose(stream: TextIO) -> yaml.Node | None:
 
 def write(tree: Any) -> str:
     """Return a document with keys in the tree's order."""
-    text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    options: dict[str, Any] = {"sort_keys": False, "width": 120, "allow_unicode": True}
+    try:
+        text: str = yaml.dump(tree, Dumper=_Dumper, **options)
+    except UnicodeEncodeError:  # of bytes that are no UTF-8, as a variable or a path may have: PyYAML escapes them
+        text = yaml.dump(tree, Dumper=yaml.SafeDumper, **options)
     return text

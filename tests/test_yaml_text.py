@@ -1,6 +1,7 @@
 """YAML by libyaml is what PyYAML's own reader makes of it, and an error is told as that one tells it."""
 
 import io
+import os
 
 import pytest
 import yaml
@@ -39,3 +40,8 @@ def test_nodes_know_their_lines():
     root = yaml_text.compose(io.StringIO("a: 1\nb:\n  c: 2\n"))
     (_, inner) = root.value[1]
     assert inner.value[0][0].start_mark.line == 2
+
+
+def test_bytes_that_are_no_utf_8_are_written_as_escapes_that_are_read_back():
+    tree = {"PATH": os.fsdecode(b"/opt/caf\xe9/bin"), "note": "é"}
+    assert "\\uDCE9" in (text := yaml_text.write(tree)) and yaml_text.read(text)["note"] == "é"

@@ -37,7 +37,10 @@ def written(text: str, constants: Mapping[str, float], name: str = "recipe.yaml"
     said = [f"router.{key}: {old.get(key, 'unset')} -> {value:g}" for key, value in changes.items()]
     if any(_is_decided(old, key) for key in constants):
         said.append("router.transfer_ms: 0 stays, it sends every prompt through prefill; remove it to set it")
-    text = functools.reduce(lambda before, key: _with(before, key, changes[key]), changes, text)
+    try:
+        text = functools.reduce(lambda before, key: _with(before, key, changes[key]), changes, text)
+    except yaml.YAMLError as error:  # libyaml, which recipes are read by, takes a tab where PyYAML does not
+        raise ConfigError(f"{name}: can't be changed here ({error}); set {', '.join(changes)} by hand") from error
     if _parsed(text, name) != tree | ({"router": old | changes} if changes else {}):
         raise ConfigError(
             f"{name}: router: written in a way that can't be changed here; set {', '.join(changes)} by hand"
