@@ -91,7 +91,7 @@ def requests_of(day: str, recorded: str | None, seed: int, hours: float) -> list
         assert recorded is not None
         found = recorded_day(seed, spread_out(read_traces([Path(recorded)]).requests))
     else:
-        end_s = (9 + hours) * HOUR_S if hours < 24 else DAY_S
+        end_s = min((9 + hours) * HOUR_S, DAY_S) if hours < 24 else DAY_S
         found = {"chats": chats_day, "agents": agents_day}[day](seed, end_s=end_s)
     if hours < 24:  # from 9 o'clock on
         found = [
