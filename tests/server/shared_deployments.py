@@ -64,9 +64,11 @@ def _state(server: Server) -> str:
     """What its threads wait for, and the end of its log."""
     lines = [f"exit code {server.returncode}"]
     for thread in sorted(Path(f"/proc/{server.pid}/task").glob("*")):
-        with suppress(OSError):  # it has ended
-            told = [(thread / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
-            lines.append(" ".join((thread.name, processes.state(int(thread.name)), *told)))
+        told = [thread.name, processes.state(int(thread.name))]
+        for name in ("comm", "wchan", "syscall"):
+            with suppress(OSError):  # it has ended, or the machine does not tell
+                told.append((thread / name).read_text().strip())
+        lines.append(" ".join(told))
     return "\n".join([*lines, server.tail()])
 
 
