@@ -82,24 +82,15 @@ def _row(module: str) -> int:
     return next((number for number, row in enumerate(ONE_PROCESS) if module.startswith(row)), len(ONE_PROCESS))
 
 
-def _together(nodeid: str) -> str:
-    """Return the name of the tests that run in one process with this one."""
-    module = nodeid.partition("::")[0]
-    row = _row(module)
-    return module if row == len(ONE_PROCESS) else f"row {row}"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forks", type=int, default=0, metavar="N", help="run tests in N forks (tests/forks.py)")
-
-
 @pytest.hookimpl(optionalhook=True)  # environments of engines may lack pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByServer(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return _together(nodeid)
+            module = nodeid.partition("::")[0]
+            row = _row(module)
+            return module if row == len(ONE_PROCESS) else f"row {row}"
 
         def _assign_work_unit(self, node: Any) -> None:
             if node.gateway.id == COMPUTES:
@@ -112,7 +103,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)  # after pytest has put together what shares a parameter
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput") or config.option.forks:
+    if hasattr(config, "workerinput"):
         items.sort(key=lambda item: (_row(item.nodeid), not _is_of_servers(item)))
 
 
@@ -262,10 +253,6 @@ def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         config.pluginmanager.register(FailuresAtOnce(terminal))
-    if config.option.forks:
-        from tests.forks import Forks
-
-        config.pluginmanager.register(Forks(config, config.option.forks, _together))
 
 
 @pytest.fixture(scope="session")
