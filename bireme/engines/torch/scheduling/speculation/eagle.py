@@ -12,7 +12,7 @@ the first block on of which it knows all: drafts are worse, and no token is anot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -64,20 +64,27 @@ class EagleDrafter:
                 follower = self._advance(sequence, first)
                 used[sequence] = rows[max(0, follower.num_verified - first) : sequence.computed - first]
         self._keep(plan, {one: rows for one, rows in used.items() if rows})
-        prompts, seen, room = {one for one, _ in plan.chunks if used.get(one)}, [], self._passes.most_rows
-        for sequence in used:
-            count = _follower_of(sequence).num_unseen
-            is_much = count > self._passes.most_unseen
-            if (is_much or sequence in prompts) and room >= count:
-                seen.append(sequence)
-                room -= count
-            elif is_much:
-                drafting_of(sequence).follower = None
-        if not seen:
+        if not (seen := self._due(used, {one for one, _ in plan.chunks if used.get(one)})):
             return 0.0
         began = self.costs.now()
         self._see({one: _follower_of(one) for one in seen}, dict.fromkeys(seen, 0))
         return float(self.costs.now() - began)
+
+    def _due(self, some: Iterable[OpenSequence], prompts: Container[OpenSequence]) -> list[OpenSequence]:
+        """Return those that the head is to see now: prompts, and of whom too much is kept, as far as a pass has room.
+
+        What is too much and has no room is lost.
+        """
+        due, room = [], self._passes.most_rows
+        for sequence in some:
+            count = _follower_of(sequence).num_unseen
+            is_much = count > self._passes.most_unseen
+            if (is_much or sequence in prompts) and room >= count:
+                due.append(sequence)
+                room -= count
+            elif is_much:
+                drafting_of(sequence).follower = None
+        return due
 
     def _keep(self, plan: SchedulerOutput, used: Mapping[OpenSequence, list[int]]) -> None:
         """Add these rows of the step to what the head has not seen.
