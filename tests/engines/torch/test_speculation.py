@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -260,3 +261,16 @@ def test_synthetic_drafts_are_right_as_often_as_the_settings_say(tiny, rate, lea
         assert [(result.finish.error, len(result.tokens)) for result in results] == [("", 81)] * len(FEW)
         drafted = sum(result.finish.usage.drafted_tokens for result in results) / 3  # bursts
         assert least <= num_accepted(results) / drafted + 1 <= most
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU plain steps are measured before")
+def test_on_a_cpu_some_steps_go_without_drafts_however_good_these_are(tiny):
+    with Harness(tiny("llama").path, speculative_config=NGRAM, max_num_tokens=64) as engine:
+        without_drafts(engine, [one := request(FEW[0], 120, ignore_eos=True)])
+        rows: list[int] = []
+        engine.core._parts.speculation.by_cpu = SimpleNamespace(
+            landed=lambda works, _: rows.append(works[0].decode_rows)
+        )
+        assert num_accepted([engine.submit(one)]) > 60
+    plain = [at for at, count in enumerate(rows[:-1]) if count == 1]
+    assert len(plain) == 2 and plain[1] == plain[0] + 1 and max(rows) > 1

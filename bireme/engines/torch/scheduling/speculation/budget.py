@@ -2,9 +2,9 @@
 
 Each sequence has a credit in tokens: the time in which the engine says so many without drafts. Looks, passes of a model
 and rows that are verified are paid from it as they were measured, and each accepted token is one that was not waited
-for. Every token that is said lends 1.5% of one. So a sequence whose drafts lose time is soon without, and tried again
-as often as that allows; one whose drafts pay goes on. All sequences together have a purse by these rules, in steps:
-what they find lasts from one request to the next, and a request that begins where drafts lose has no credit to lose.
+for. Every token that is said lends 1.5% of one. All sequences together have a purse by these rules, in steps, that
+lasts from one request to the next: a sequence may owe half of it. So one whose first drafts fail goes on where others'
+pay, and is without, and tried again as often as the 1.5% allow, where they have lost what there was.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from bireme.engines.torch.step import SchedulerOutput, Sequence
 
 _LENT = 0.015  # of each token's time
 _CREDIT = 4.0  # tokens, that a sequence saves at the most
-_BEGINS = 1.0  # tokens, that one begins with at the most
-_PURSE = 16.0  # steps, that all save at the most
-_DEBT = 16.0  # tokens or steps, that are owed at the most: one bill of a stalled host ends no drafts for minutes
-_FIRST_PURSE = 8.0  # steps, to find out how good drafts are
-_BESIDE = 1.25  # times what is measured, that drafts take: steps between them lose what was in a CPU's caches
+_PREDICTED = 1.0  # tokens, that one begins with whose request predicts its output
+_OWED = 0.5  # of the purse, that a sequence may owe
+_PURSE = 32.0  # steps, that all save at the most
+_DEBT = 24.0  # tokens or steps, that are owed at the most: one bill of a stalled host ends no drafts for minutes
+_FIRST_PURSE = 16.0  # steps, to find out how good drafts are
 _FEW = 4  # steps with drafts, of which too little is known: they are taken to cost what others do
 
 
@@ -48,11 +48,13 @@ class DraftBudget:
         drafting, said = drafting_of(one), len(one.tokens)
         if drafting.num_lent_for < 0:
             drafting.num_lent_for = said
-            drafting.credit = _BEGINS if drafting.num_predicted else max(0.0, min(_BEGINS, self._purse / 4))
+            drafting.credit = _PREDICTED if drafting.num_predicted else 0.0
         lent = _LENT * (said - drafting.num_lent_for)
         drafting.num_lent_for = said
         self._add(one, lent)
-        return drafting.credit > 0 and (self._purse > 0 or drafting.num_predicted > 0)
+        if drafting.num_predicted:
+            return drafting.credit > 0
+        return self._purse > 0 and drafting.credit + _OWED * self._purse > 0
 
     def verify_s(self, work: StepWork) -> float:
         """Return what a step with drafts takes."""
@@ -77,7 +79,7 @@ class DraftBudget:
 
     def _take(self, some: Collection[Sequence], steps: float) -> None:
         for one in some:
-            self._add(one, -_BESIDE * steps * self._num_decodes / len(some))
+            self._add(one, -steps * self._num_decodes / len(some))
 
     def _add(self, one: Sequence, tokens: float) -> None:
         drafting = drafting_of(one)

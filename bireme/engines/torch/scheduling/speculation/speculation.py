@@ -31,6 +31,9 @@ from bireme.settings import NGRAM, SYNTHETIC, SpeculativeConfig
 logger = logging.getLogger("bireme.engines.torch")
 
 _NGRAM_SIZE = 3  # where the settings name none
+_IN_A_ROW = 64  # steps with drafts on a CPU, after which some go without: else nobody knows what those take
+_WITHOUT = 2
+_FIRST_IN_A_ROW = 8
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class Speculation:
     by_cpu: StepCosts | None = None  # of steps on a CPU, in the engine's thread's own time; None: on a GPU
     is_on: bool = True
     observed_s: float = 0.0  # that the step which follows waits for
+    _num_in_a_row: int = _IN_A_ROW - _FIRST_IN_A_ROW
     _paying_s: float = 0.0
     _began_s: float = 0.0  # of that time, when the step began; what drafts take does not count
 
@@ -62,17 +66,31 @@ class Speculation:
     def draft(self, plan: SchedulerOutput, room: int) -> None:
         """Add drafts of at most `room` tokens to a step that is planned, in what is left of its tokens and blocks."""
         plan.drafting_s, self.observed_s = self.observed_s, 0.0
-        longest = self.longest(len(plan.decodes)) if self.is_on else 0
-        if not longest or not (some := self.lengths.due(plan)):
-            return
         try:
-            if due := {one: count for one in some if (count := min(longest, self._room(one))) > 0}:
+            if due := self._due(plan):
                 began, began_s = time.monotonic(), time.thread_time()
                 (self._look_up if self.drafter.costs is None else self._compute)(plan, due, room)
                 plan.drafting_s += time.monotonic() - began
                 self._began_s += time.thread_time() - began_s
+                self._num_in_a_row = self._num_in_a_row + 1 if plan.drafts else 0
         except Exception:  # requests need no drafts
             self._turn_off()
+
+    def _due(self, plan: SchedulerOutput) -> dict[Sequence, int]:
+        """Return who may draft before the step, with the most tokens."""
+        longest = self.longest(len(plan.decodes)) if self.is_on else 0
+        if not longest or self._goes_without():
+            return {}
+        return {one: count for one in self.lengths.due(plan) if (count := min(longest, self._room(one))) > 0}
+
+    def _goes_without(self) -> bool:
+        """Return whether a step on a CPU has no drafts whatever they gain; on a GPU other steps are measured before."""
+        if self.by_cpu is None or self._num_in_a_row < _IN_A_ROW:
+            return False
+        self._num_in_a_row += 1
+        if self._num_in_a_row == _IN_A_ROW + _WITHOUT:
+            self._num_in_a_row = 0
+        return True
 
     def _look_up(self, plan: SchedulerOutput, due: dict[Sequence, int], room: int) -> None:
         """What is found says how much of it is hoped for."""
