@@ -174,6 +174,7 @@ class EngineContext:
     config: EngineConfig
     metrics: Registry
     transfer: KvTransfer | None = None  # None: no cache_transceiver_config.backend, so no disaggregation
+    takes_kv: bool = False  # there are workers that compute prompts for this one
     num_threads: int = 1
     life: int = 0
     share: EmbeddingShare | None = None  # embeddings of pictures; None: a model of text alone

@@ -165,6 +165,7 @@ class EngineProcess:
             config=with_events(entry.engine_config) if has_events else entry.engine_config,
             metrics=self._metrics,
             transfer=transfer,
+            takes_kv=stage_of(self._worker) == "decode" and ("prefill" in recipe.workers or recipe.discovery.is_shared),
             num_threads=num_threads(recipe, entry),
             life=self._life,
             share=share,

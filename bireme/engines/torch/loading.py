@@ -57,6 +57,7 @@ from bireme.kv.blocks.block_pool import DEFAULT_PRIORITY
 from bireme.kv.blocks.disk_blocks import DiskBlocks
 from bireme.kv.blocks.events import EventBuffer
 from bireme.kv.transfer.base import KvLayout
+from bireme.kv.transfer.host_pool import mapped_host_pool
 from bireme.kv.wire.event_wire import WorkerPrices
 from bireme.logits.sampler import Sampler
 from bireme.messages import Capacity
@@ -293,6 +294,8 @@ def _start_transfer(setup: Setup, store: KvStore, layout: KvLayout) -> None:
 
         store.copies.on_change = tell
         tell()
+    elif context.takes_kv:
+        mapped_host_pool()  # what it loads, the first request does not wait for
     context.transfer.start(layout, store)
 
 

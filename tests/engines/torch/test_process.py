@@ -87,6 +87,13 @@ def mapped_file(client):
     return inode
 
 
+def test_numba_is_loaded_by_the_engine_that_takes_kv_and_not_by_the_one_that_gives_it(pair):
+    pytest.importorskip("numba")
+    prefill, decode = (Path(f"/proc/{client.pid}/maps").read_text() for client in pair)
+    assert torch.cuda.is_available() or "/numba/" in decode
+    assert "/numba/" not in prefill
+
+
 def submit(client, what):
     sink = Collector()
     client.submit(what, sink)

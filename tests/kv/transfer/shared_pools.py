@@ -15,7 +15,8 @@ import numpy as np
 
 from bireme.errors import UnavailableError
 from bireme.kv.transfer.base import KvLayout
-from bireme.kv.transfer.host_pool import HostPool, MappedHostPool
+from bireme.kv.transfer.host_pool import HostPool
+from bireme.kv.transfer.mapped_host_pool import MappedHostPool
 from bireme.kv.transfer.memory import HostMemory, MemoryKind, Region
 from bireme.kv.transfer.wire import SharedMemory, SharedRegion
 

@@ -19,7 +19,7 @@ from bireme.engines.torch.pools.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.pools.row_copies import RowCopies
 from bireme.errors import ConfigError
 from bireme.kv.transfer.base import KvLayout
-from bireme.kv.transfer.host_pool import HostPool
+from bireme.kv.transfer.host_pool import HostPool, mapped_host_pool
 from bireme.kv.transfer.mapped import MappableMemory, MappedMemory
 from bireme.kv.transfer.memory import MemoryKind, Region, Rows, TokenRows
 from bireme.kv.transfer.wire import SharedMemory
@@ -86,6 +86,7 @@ class EmbeddingPool:
             self.memory = GpuRows(self._tensor)
         else:
             pool = HostPool([[(num_rows, row_bytes)]])
+            mapped_host_pool()  # what it loads, the first picture does not wait for
             self._tensor, self.memory = torch.from_numpy(pool.arrays[0][0]), pool
         self._free = np.arange(num_rows)[::-1].copy()
         self._num_free = num_rows

@@ -20,11 +20,11 @@ from bireme.engines.torch.pools.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.pools.row_copies import RowCopies
 from bireme.kv.blocks.block_pool import NULL
 from bireme.kv.transfer.base import GroupLayout, KvLayout
+from bireme.kv.transfer.host_pool import HostPool, mapped_host_pool
 from bireme.kv.transfer.memory import NOT_HELD, Bytes, MemoryKind, Region, RowCopy, Rows, TokenRows, zero_pages
 from bireme.kv.transfer.wire import SharedMemory
 
 if TYPE_CHECKING:
-    from bireme.kv.transfer.host_pool import HostPool
     from bireme.kv.transfer.mapped import MappedMemory
 
 
@@ -139,9 +139,7 @@ class KvStore:
 
     def map(self, shared: SharedMemory) -> MappedMemory:
         if self.device.type == "cpu":
-            from bireme.kv.transfer.host_pool import MappedHostPool
-
-            return MappedHostPool(self.regions, shared)
+            return mapped_host_pool()(self.regions, shared)
         return MappedPools(self._all_tensors, self.device, shared)
 
     def wait(self, ready: Any) -> None:
@@ -184,8 +182,6 @@ class KvStore:
         self, shapes: Sequence[Sequence[tuple[int, int]]], dtypes: Sequence[torch.dtype]
     ) -> list[list[Tensor]]:
         """Return each layer's keys and values in memory that other processes can map; zeros, as everywhere."""
-        from bireme.kv.transfer.host_pool import HostPool
-
         self._host_pool = HostPool(
             [
                 [(rows, size * dtypes[layer].itemsize) for layer in group.layers for rows, size in shapes[layer]]
