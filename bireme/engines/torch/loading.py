@@ -44,6 +44,7 @@ from bireme.engines.torch.scheduling.metrics import TorchMetrics
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.speculation.draft_model import DraftModel
 from bireme.engines.torch.scheduling.speculation.eagle import EagleDrafter
+from bireme.engines.torch.scheduling.speculation.followers import GROUP
 from bireme.engines.torch.scheduling.speculation.speculation import open_speculation
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.scheduling.step_prices import NOTHING, prices_of
@@ -113,10 +114,9 @@ class LoadedEngine:
         self.admission = Admission(
             setup.limits, manager, sampler, eos_ids, self.guides, pictures.store, pictures.merge_size
         )
-        block_bytes = [group.bytes_per_token * store.tokens_per_block for group in store.groups]
         self.step_times = _open_step_times(setup)
         costs = StepCosts(self.step_times.read())
-        accounts = TorchMetrics(context.metrics, context.worker, block_bytes)
+        accounts = TorchMetrics(context.metrics, context.worker, store.block_bytes)
         self.core = EngineCore(
             Parts(
                 worker=context.worker,
@@ -136,7 +136,7 @@ class LoadedEngine:
                 pictures=pictures.store,
                 speculation=open_speculation(
                     context.config.speculative_config,
-                    _open_drafter(draft, model, forward, manager) if draft is not None else None,
+                    _open_drafter(draft, model, forward, manager, store) if draft is not None else None,
                     manager,
                     context.metrics,
                     costs,
@@ -234,8 +234,9 @@ def _open_pools(
         available = gpu_pool_bytes(memory, cache.free_gpu_memory_fraction, context.gpu_neighbors)
     num_blocks = pool_sizes(setup.config, limits, with_draft(groups, draft.row_bytes if draft else ()), available)
     is_shared = context.transfer is not None
-    store = KvStore(model.geometry, groups, num_blocks, limits.tokens_per_block, device, is_shared)
-    lower, lowest = tier_sizes(setup.config, groups), cache.secondary_offload_min_priority
+    head = draft.head.geometry if isinstance(draft, LoadedHead) else None
+    store = KvStore(model.geometry, groups, num_blocks, limits.tokens_per_block, device, is_shared, head)
+    lower, lowest = tier_sizes(setup.config, store.block_bytes), cache.secondary_offload_min_priority
     manager = BlockManager(
         [GroupSpec(group.window, count, below) for group, count, below in zip(groups, num_blocks, lower, strict=True)],
         limits.tokens_per_block,
@@ -249,13 +250,13 @@ def _open_pools(
 
 
 def _open_drafter(
-    draft: LoadedDraft | LoadedHead, model: StepModel, forward: Forward, manager: BlockManager
+    draft: LoadedDraft | LoadedHead, model: StepModel, forward: Forward, manager: BlockManager, store: KvStore
 ) -> DraftModel | EagleDrafter:
     num_blocks, limits = manager.groups[0].num_blocks, draft.setup.limits
     if isinstance(draft, LoadedHead):
-        passes = draft.open(forward, num_blocks)
+        passes = draft.open(forward, store)
         rows: Sampler[RequestKey] = Sampler(passes.vocab_size, draft.setup.device, draw=model.draw_rows())
-        return EagleDrafter(passes, rows, num_blocks, limits.tokens_per_block, limits.max_seq_len)
+        return EagleDrafter(passes, rows, manager.pools[GROUP], limits.tokens_per_block, limits.max_seq_len)
     of_draft = draft.open(num_blocks)
     sampler: Sampler[RequestKey] = Sampler(draft.model.vocab_size, draft.setup.device, draw=draft.model.draw_rows())
     shape = (len(draft.groups), num_blocks, limits.tokens_per_block, limits.max_seq_len)
@@ -270,8 +271,7 @@ def _open_mover(setup: Setup, store: KvStore, manager: BlockManager) -> BlockMov
     disk = None
     if len(lower[0]) > 1 and cache.disk_cache_path:
         folder = os.path.expanduser(os.path.expandvars(cache.disk_cache_path))
-        sizes = [group.bytes_per_token * manager.tokens_per_block for group in store.groups]
-        disk = DiskBlocks(folder, [counts[1] for counts in lower], sizes)
+        disk = DiskBlocks(folder, [counts[1] for counts in lower], store.block_bytes)
     return BlockMover(store, [counts[0] for counts in lower], disk)
 
 

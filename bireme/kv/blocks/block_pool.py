@@ -3,6 +3,8 @@
 Block 0 is the null block: never allocated, all zeros, the target of padding. A block with a hash and no reference is
 *cached*. Evicted first is the lowest retention priority, within one the least recently used. A priority with a duration
 falls back to the usual one when the block has been cached for so long (TensorRT-LLM's rules).
+
+A *seen* block has what a drafting head made of all its tokens. Its hash says nothing of that.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class BlockPool:
         self._cached: dict[int, OrderedDict[int, None]] = {}  # by priority, oldest first
         self._num_cached = 0
         self.num_changes = 0  # of what is cached
+        self._seen: set[int] = set()
         self._expiries: dict[int, int] = {}  # cached block -> number of its entry in the heap
         self._due: list[tuple[float, int, int]] = []  # a heap: when, number, block
         self._numbers = itertools.count()
@@ -78,6 +81,7 @@ class BlockPool:
         """Return a block with one reference and no hash. One must be available."""
         block = self._free.pop() if self._free else self._evict()
         self._references[block] = 1
+        self._seen.discard(block)
         return block
 
     def lookup(self, digest: bytes) -> int | None:
@@ -93,6 +97,15 @@ class BlockPool:
     def version(self, block: int) -> int:
         """Return a number that changes when the block's content is given up."""
         return self._versions[block]
+
+    def is_seen(self, block: int) -> bool:
+        return block in self._seen
+
+    def set_seen(self, block: int, is_seen: bool = True) -> None:
+        if is_seen:
+            self._seen.add(block)
+        else:
+            self._seen.discard(block)
 
     def retention(self, block: int) -> Retention:
         return self._retained.get(block, USUAL)

@@ -38,6 +38,7 @@ class BlockCopy:
     version: int  # of the source
     target_tier: int
     target: int
+    is_seen: bool = False  # the source, when the copy was planned
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ class BlockTiers:
             is_whole = result is CopyResult.DONE and upper.version(copy.source) == copy.version
             if is_whole and lower.commit(copy.target, copy.digest, upper.event_hash(copy.source)):
                 lower.retain(copy.target, upper.retention(copy.source))
+                lower.set_seen(copy.target, copy.is_seen and upper.is_seen(copy.source))
                 self.counts.offloaded[copy.target_tier, copy.group] += 1
             elif result is CopyResult.FAILED:
                 self._paused_until[copy.target_tier] = self._clock() + _PAUSE_S
@@ -125,9 +127,8 @@ class BlockTiers:
         assert source is not None
         pool.share(source)
         self._coming.add((group, digest))
-        return BlockCopy(
-            group, digest, tier, source, pool.version(source), DEVICE, self.pools[DEVICE][group].allocate()
-        )
+        target = self.pools[DEVICE][group].allocate()
+        return BlockCopy(group, digest, tier, source, pool.version(source), DEVICE, target, pool.is_seen(source))
 
     def onboarded(self, copy: BlockCopy, result: CopyResult) -> None:
         """What has arrived is found from now on. What could not be read is given up."""
@@ -140,6 +141,7 @@ class BlockTiers:
             self.counts.failed[copy.source_tier, copy.group] += 1
         elif result is CopyResult.DONE:
             self.counts.onboarded[copy.source_tier, copy.group] += 1
+            self.pools[DEVICE][copy.group].set_seen(copy.target, copy.is_seen)
             if self.pools[DEVICE][copy.group].commit(copy.target, copy.digest, event_hash):
                 self.pools[DEVICE][copy.group].retain(copy.target, pool.retention(copy.source))
                 self.moved(event_hash, DEVICE)
@@ -165,7 +167,8 @@ class BlockTiers:
             if is_wanted and digest not in moving and lower.lookup(digest) is None:
                 moving.add(digest)
                 target = lower.allocate()
-                copies.append(BlockCopy(group, digest, tier, block, pool.version(block), tier + 1, target))
+                version, is_seen = pool.version(block), pool.is_seen(block)
+                copies.append(BlockCopy(group, digest, tier, block, version, tier + 1, target, is_seen))
         self._planned[tier, group] = (pool.num_changes, pool.num_free, lower.num_changes)
         return copies
 

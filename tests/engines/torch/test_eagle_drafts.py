@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from bireme.engines.torch.forward.modules import layers_of
 from bireme.errors import ConfigError
+from bireme.kv.blocks.events import DISK, HOST
 from bireme.settings import SpeculativeConfig
 from tests.engines.torch import tiny_models
 from tests.engines.torch.eagle_heads import make_tensors, published, write_head
@@ -65,27 +66,54 @@ def first_drafts(tokens):
     return dict(enumerate((ids + tensors["d2t"][ids]).tolist(), 2))
 
 
+def watched(engine):
+    """Have it verify all drafts; return them, by prompt and length of the sequence, as they come."""
+    drafter, seen = whole(engine).drafter, {}
+    propose = drafter.propose
+
+    def watch(most, budget):
+        found = propose(most, budget)
+        for one, draft in found.items():
+            seen[tuple(one.tokens[: one.num_prompt]), len(one.tokens)] = draft.tokens
+        return found
+
+    drafter.propose = watch
+    return seen
+
+
+def assert_published(seen, prompts, answers):
+    """All drafts are what a head says that has seen the whole sequence, and hardly a place is without."""
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        wanted = first_drafts([*prompt, *tokens])
+        found = {length: draft[0] for (asked, length), draft in seen.items() if asked == tuple(prompt)}
+        assert len(found) > 20 and found == {length: wanted[length] for length in found}
+
+
 def test_drafts_are_what_the_published_head_says_and_tokens_the_model_s(base, expected):
     model, head = base
     with Harness(model, **SETTINGS, **drafting(head, "Eagle")) as engine:
         assert "modules" not in engine.capacity.step_paths  # a vocabulary of 50 tokens can be compared, too
-        speculation, seen = whole(engine), {}
-        propose = speculation.drafter.propose
-
-        def watched(most, budget):
-            found = propose(most, budget)
-            for one, draft in found.items():
-                seen[tuple(one.tokens[: one.num_prompt]), len(one.tokens)] = draft.tokens
-            return found
-
-        speculation.drafter.propose = watched
+        seen = watched(engine)
         assert engine.run([request(prompt, 32) for prompt in PROMPTS]) == expected
-        assert speculation.is_on and engine.manager.num_referenced == 0
-    for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        wanted = first_drafts([*prompt, *tokens])
-        found = {length: draft[0] for (asked, length), draft in seen.items() if asked == tuple(prompt)}
-        assert len(found) > 20 and found == {length: wanted[length] for length in found}
+        assert engine.core._parts.speculation.is_on and engine.manager.num_referenced == 0
+    assert_published(seen, PROMPTS, expected)
     assert {len(draft) for draft in seen.values()} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("tier", [HOST, DISK])
+def test_a_prefix_that_comes_back_from_a_lower_tier_has_the_head_s_rows(base, expected, tmp_path, tier):
+    model, head = base
+    tiers = {"host_cache_size": 1 << 20 if tier == HOST else 64 << 10}
+    if tier == DISK:
+        tiers |= {"disk_cache_size": 1 << 20, "disk_cache_path": str(tmp_path)}
+    with Harness(model, max_tokens=104, **tiers, **SETTINGS, **drafting(head)) as engine:
+        seen = watched(engine)
+        for prompt, answer in [*zip(FEW, expected[2:6], strict=True)] * 2:
+            seen.clear()
+            assert engine.run([request(prompt, 32)]) == [answer]
+            settle(engine)
+            assert_published(seen, [prompt], [answer])
+        assert engine.manager.tiers.counts.onboarded[tier, 0] > 2
 
 
 def test_sampled_streams_that_moved_or_share_a_prefix_say_the_same(base):

@@ -61,6 +61,24 @@ def test_an_evicted_block_is_found_in_host_memory_and_comes_back():
     assert run(blocks, prompt(1)) == {DEVICE: 2}
 
 
+def test_what_a_head_has_seen_stays_so_through_the_tiers_and_ends_with_the_block():
+    blocks = manager(4, 8)
+    host, device = (blocks.tiers.pools[tier][0] for tier in (HOST, DEVICE))
+    table = blocks.open()
+    blocks.grow(table, 9, 0)
+    device.set_seen(table.blocks[0][1])
+    blocks.commit(table, prompt(1), 9)
+    hashes = list(table.hashes)
+    blocks.release(table)
+    copy_all(blocks)
+    for number in (2, 3):
+        run(blocks, prompt(number))
+    assert [host.is_seen(host.lookup(digest)) for digest in hashes] == [False, True]
+    assert not any(device.is_seen(block) for block in range(1, 5))
+    assert run(blocks, prompt(1)) == {HOST: 2}
+    assert [device.is_seen(device.lookup(digest)) for digest in hashes] == [False, True]
+
+
 def test_what_falls_out_of_host_memory_is_found_on_disk():
     blocks = manager(4, 8, 20)
     for number in range(1, 8):

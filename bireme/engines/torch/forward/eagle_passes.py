@@ -1,4 +1,7 @@
-"""An EAGLE-3 head over pools of its own: loaded and counted before there are pools, then computed by plans of steps."""
+"""An EAGLE-3 head: loaded and counted before there are pools, then computed by plans of steps.
+
+Its keys and values lie in the model's blocks, as one layer more (`KvStore.head`).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,15 @@ from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.forward import Forward
 from bireme.engines.torch.forward.opening import StepModel
 from bireme.engines.torch.forward.tapped import TappedRows
+from bireme.engines.torch.forward.warmup import first_plans
 from bireme.engines.torch.geometry import EngineLimits, group_layers
-from bireme.engines.torch.pools.kv_store import KvStore
+from bireme.engines.torch.pools.kv_store import HeadRows, KvStore
 from bireme.engines.torch.step import SchedulerOutput, Sequence
 from bireme.engines.torch.weights.eagle_bytes import KEPT_BYTES, eagle_bytes
 from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
 from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
+from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
 from bireme.settings import EAGLE
 
 logger = logging.getLogger("bireme.engines.torch")
@@ -50,16 +55,20 @@ class LoadedHead:
         item = self.head.geometry.dtype.itemsize
         return eagle_bytes(self.head.shape.widths, self.setup.limits, item).beside(step)
 
-    def open(self, forward: Forward, num_blocks: int) -> EaglePasses:
-        """Allocate its pools, and have the model's steps keep what it reads. `num_blocks`: of the first group."""
-        setup, limits, geometry = self.setup, self.setup.limits, [self.head.geometry]
-        size = limits.tokens_per_block
-        store = KvStore(geometry, group_layers(geometry), [num_blocks], size, setup.device)
-        shape = store.windows, size, limits.max_batch_size, limits.max_seq_len, setup.device
+    def open(self, forward: Forward, store: KvStore) -> EaglePasses:
+        """Have the model's steps keep what it reads, and do its first passes. `store`: has its layer, without rows."""
+        limits, rows = self.setup.limits, store.head
+        assert rows is not None
+        shape = rows.windows, rows.tokens_per_block, limits.max_batch_size, limits.max_seq_len, rows.device
         builder = BatchBuilder(*shape, uses_kernels=self.uses_kernels)
         tapped = forward.tap(self.head.shape.taps)
-        logger.info("eagle_head_loaded taps=%s kv_mib=%d", self.head.shape.taps, store.num_bytes >> 20)
-        return EaglePasses(self.head, store, builder, forward.decoder.embed, tapped, limits, forward.flash)
+        logger.info("eagle_head_loaded taps=%s kv_mib=%d", self.head.shape.taps, rows.num_bytes >> 20)
+        passes = EaglePasses(self.head, rows, builder, forward.decoder.embed, tapped, limits, forward.flash)
+        num_blocks = len(rows.keys[0]) // rows.tokens_per_block - 1
+        of_start = BlockManager([GroupSpec(0, num_blocks)], rows.tokens_per_block, enable_reuse=False)
+        for plan in first_plans(of_start, store, limits, self.uses_kernels):
+            passes.compute(plan, self.head.fuse(self.head.fc.new_zeros(plan.num_tokens, self.head.fc.shape[1])))
+        return passes
 
 
 class EaglePasses:
@@ -68,7 +77,7 @@ class EaglePasses:
     def __init__(
         self,
         head: EagleHead,
-        store: KvStore,
+        store: HeadRows,
         builder: BatchBuilder,
         embed: Callable[[Tensor], Tensor],
         tapped: TappedRows,

@@ -68,25 +68,33 @@ def warm_up(forward: Forward, manager: BlockManager, store: KvStore, limits: Eng
 
     Of kernels all variants.
     """
-    run, size = forward.run, manager.tokens_per_block
-    room = min(spec.num_blocks for spec in manager.groups) * size
-    num_tokens = max(1, min(_MOST_TOKENS[store.device.type], limits.max_num_tokens, limits.max_seq_len - 1, room))
+    for plan in first_plans(manager, store, limits, forward.modules.uses_kernels):
+        forward.run(plan)
+
+
+def first_plans(
+    manager: BlockManager, store: KvStore, limits: EngineLimits, uses_kernels: bool
+) -> Iterator[SchedulerOutput]:
+    """Yield these steps. Each is to be computed before the next is asked for; then the store is zero again."""
+    size, num_blocks = manager.tokens_per_block, min(spec.num_blocks for spec in manager.groups)
+    most = _MOST_TOKENS[store.device.type]
+    num_tokens = max(1, min(most, limits.max_num_tokens, limits.max_seq_len - 1, num_blocks * size))
     prefill = _sequence(manager, 0, num_tokens)
     manager.grow(prefill.table, num_tokens, 0)
-    run(SchedulerOutput(chunks=[(prefill, num_tokens)]))
+    yield SchedulerOutput(chunks=[(prefill, num_tokens)])
     for computed in sorted({num_tokens // 2, num_tokens * 7 // 8} - {0}):
         prefill.computed = computed
-        run(SchedulerOutput(chunks=[(prefill, num_tokens - prefill.computed)]))
+        yield SchedulerOutput(chunks=[(prefill, num_tokens - prefill.computed)])
     manager.release(prefill.table)
-    count = min(limits.max_batch_size, min(spec.num_blocks for spec in manager.groups))
+    count = min(limits.max_batch_size, num_blocks)
     decodes = [_sequence(manager, slot, 1) for slot in range(count)]
     for sequence in decodes:
         manager.grow(sequence.table, 1, 0)
-    for rows in sorted({min(rows, count) for rows in (1, 8, 32, count)} if forward.modules.uses_kernels else {count}):
-        run(SchedulerOutput(decodes=decodes[:rows]))
+    for rows in sorted({min(rows, count) for rows in (1, 8, 32, count)} if uses_kernels else {count}):
+        yield SchedulerOutput(decodes=decodes[:rows])
     for sequence in decodes:
         manager.release(sequence.table)
-    store.clear(min(min(spec.num_blocks for spec in manager.groups), max(count, -(-num_tokens // size))) * size + size)
+    store.clear(min(num_blocks, max(count, -(-num_tokens // size))) * size + size)
 
 
 def check_resident(resident: ResidentDecode, on: FirstPasses) -> None:

@@ -3,11 +3,14 @@
 Layers that share a window share block ids; each layer has its own two tensors (keys, values) of (blocks *
 tokens_per_block, heads * size). Block 0 is padding: zero, and on a GPU, whose kernels never read it,
 what rows that fill up a graph's batch write.
+
+A drafting head's layer, whose shape may be another, lies beside the first group's layers, under the same block ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.geometry import UNSCALED, LayerGeometry, LayerGroup
+from bireme.engines.torch.geometry import UNSCALED, KvScales, LayerGeometry, LayerGroup
 from bireme.engines.torch.pools.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.pools.row_copies import RowCopies
 from bireme.kv.blocks.block_pool import NULL
@@ -26,6 +29,22 @@ from bireme.kv.transfer.wire import SharedMemory
 
 if TYPE_CHECKING:
     from bireme.kv.transfer.mapped import MappedMemory
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Keys and values of a head's layer: what attends to a store's layers attends to it as layer 0 of these."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    scales: list[KvScales]
+    windows: list[int]
+    tokens_per_block: int
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
 
 class KvStore:
@@ -39,8 +58,12 @@ class KvStore:
         tokens_per_block: int,
         device: torch.device,
         is_shared: bool = False,
+        head: LayerGeometry | None = None,
     ) -> None:
-        """`is_shared`: other processes of the host copy rows out of it (a GPU's memory they can map in any case)."""
+        """`is_shared`: other processes of the host copy rows out of it (a GPU's memory they can map in any case).
+
+        `head`: the layer of a head, which sees as many tokens as the first group's.
+        """
         self.groups = tuple(groups)
         self.windows = [group.window for group in groups]
         self.tokens_per_block = tokens_per_block
@@ -54,6 +77,7 @@ class KvStore:
         tensors = self._allocate(geometry, num_blocks, is_shared)
         self.keys = [keys for keys, _ in tensors]
         self.values = [values for _, values in tensors]
+        self.head = None if head is None else self._head_rows(head, num_blocks[0])
         self.regions = tuple(tuple(map(self._region, self._tensors(index))) for index in range(len(groups)))
 
     def _allocate(
@@ -72,6 +96,11 @@ class KvStore:
             for one, pair in zip(geometry, shapes, strict=True)
         ]
 
+    def _head_rows(self, head: LayerGeometry, num_blocks: int) -> HeadRows:
+        count = (num_blocks + 1) * self.tokens_per_block
+        keys, values = (_zeros((count, size), head.dtype, self.device) for size in head.row_sizes)
+        return HeadRows([keys], [values], [UNSCALED], [self.windows[0]], self.tokens_per_block, self.device)
+
     def _kept_dtype(self, layer: LayerGeometry) -> torch.dtype:
         return torch.float8_e4m3fn if self.is_fp8 else layer.dtype
 
@@ -87,7 +116,13 @@ class KvStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        own: int = sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return own + (self.head.num_bytes if self.head is not None else 0)
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """Return what a block of each group takes."""
+        return [sum(view[0].nbytes for view in self.block_views(group)) for group in range(len(self.groups))]
 
     def layout(self, model: str) -> KvLayout:
         groups = tuple(GroupLayout(group.window, group.row_bytes) for group in self.groups)
@@ -149,18 +184,18 @@ class KvStore:
             ready.synchronize()
 
     def block_views(self, group: int) -> list[Tensor]:
-        """Return keys and values of a group's layers: (blocks, bytes of a block), in int64 where its rows allow it.
+        """Return what blocks of a group have, layer by layer: (blocks, bytes of a block), in int64 if rows allow it.
 
         A GPU copies bytes one by one as slowly as words.
         """
-        tensors = self._tensors(group)
+        tensors = [*self._tensors(group), *(self._head_tensors if group == 0 else ())]
         is_wide = all(tensor.shape[1] * tensor.element_size() % 8 == 0 for tensor in tensors)
         words = [tensor.view(torch.int64 if is_wide else torch.uint8) for tensor in tensors]
         return [tensor.view(tensor.shape[0] // self.tokens_per_block, -1) for tensor in words]
 
     def clear(self, num_rows: int) -> None:
         """Zero the first rows, which warm-up wrote; not all, which would take memory for unused rows."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in (*self.keys, *self.values, *self._head_tensors):
             tensor[:num_rows].zero_()
 
     def _computed(self) -> Any:
@@ -174,6 +209,10 @@ class KvStore:
     @property
     def _all_tensors(self) -> list[list[Tensor]]:
         return [self._tensors(group) for group in range(len(self.groups))]
+
+    @property
+    def _head_tensors(self) -> list[Tensor]:
+        return [*self.head.keys, *self.head.values] if self.head is not None else []
 
     def _tensors(self, group: int) -> list[Tensor]:
         return [tensor for layer in self.groups[group].layers for tensor in (self.keys[layer], self.values[layer])]

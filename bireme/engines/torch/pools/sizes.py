@@ -40,19 +40,20 @@ def pool_sizes(
 
 
 def with_draft(groups: Sequence[LayerGroup], row_bytes: Sequence[int]) -> list[LayerGroup]:
-    """Return what memory is counted by: a draft model's layers, of so many bytes each, lie beside the first group."""
+    """Return what memory is counted by: a drafter's layers, of so many bytes each, lie beside the first group's."""
     first, *others = groups
     return [replace(first, row_bytes=(*first.row_bytes, *row_bytes)), *others]
 
 
-def tier_sizes(config: EngineConfig, groups: Sequence[LayerGroup]) -> list[tuple[int, ...]]:
+def tier_sizes(config: EngineConfig, group_bytes: Sequence[int]) -> list[tuple[int, ...]]:
     """Return, per group, the number of blocks in each tier below the device: none, host memory, or that and disk.
 
-    Every group has the same number: a prefix comes back only if each group has its part of it.
+    `group_bytes`: what a block of each group takes. Every group has the same number: a prefix comes back only if each
+    group has its part of it.
     """
     cache = config.kv_cache_config
     _check_tiers(cache)
-    block_bytes = cache.tokens_per_block * sum(group.bytes_per_token for group in groups)
+    block_bytes = sum(group_bytes)
     counts: list[int] = []
     for key, budget in (("host_cache_size", cache.host_cache_size), ("disk_cache_size", cache.disk_cache_size)):
         if budget and budget < block_bytes:
@@ -61,7 +62,7 @@ def tier_sizes(config: EngineConfig, groups: Sequence[LayerGroup]) -> list[tuple
                 " raise it, or set 0"
             )
         counts += [budget // block_bytes] if budget else []
-    return [tuple(counts)] * len(groups)
+    return [tuple(counts)] * len(group_bytes)
 
 
 def _check_tiers(cache: KvCacheConfig) -> None:

@@ -1,13 +1,13 @@
 """Drafts of an EAGLE-3 head: what the model made of each token says which ones it would say next.
 
 What the model made of a step's tokens is kept until a draft is wanted. The head's pass over all that was kept writes
-keys and values of each place that was verified, under the model's block ids, and has at the end of a sequence what its
+keys and values of each place that was verified, into the model's blocks, and has at the end of a sequence what its
 first drafted token is drawn from. Further ones take a pass each, in which the head's own rows stand in for the model's;
 the next pass over what was kept writes these places anew. Where no draft is wanted there is no pass.
 
-Of tokens that the model has not computed here (a cached prefix, KV that came by transfer or from a lower tier) the head
-knows what full blocks have of an earlier request, by their hashes. Where they have nothing, it sees the sequence from
-the first block on of which it knows all: drafts are worse, and no token is another.
+Of tokens that the model has not computed for this request the head knows what blocks have of an earlier one, on the
+device or from a lower tier (`BlockPool.is_seen`). Where they have nothing, and of KV that came by transfer, it sees the
+sequence from the first block on of which it knows all: drafts are worse, and no token is another.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 from bireme.engines.base import RequestKey
 from bireme.engines.torch.forward.eagle_passes import EaglePasses
 from bireme.engines.torch.scheduling.speculation.drafter import PassCosts, drafting_of
-from bireme.engines.torch.scheduling.speculation.followers import KnownBlocks, follow
+from bireme.engines.torch.scheduling.speculation.followers import GROUP, SeenBlocks, follow
 from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.engines.torch.step import Batch, Draft, DraftedSequence, SchedulerOutput, SequenceStatus
 from bireme.engines.torch.step import Sequence as OpenSequence
+from bireme.kv.blocks.block_pool import BlockPool
 from bireme.logits.sampler import NO_TOKEN, Sampler
 
 
@@ -36,13 +37,13 @@ class EagleDrafter:
         self,
         passes: EaglePasses,
         sampler: Sampler[RequestKey],
-        num_blocks: int,
+        pool: BlockPool,
         tokens_per_block: int,
         max_seq_len: int,
     ) -> None:
         self.costs = PassCosts(passes.device)
         self._passes, self._sampler, self._size, self._max_seq_len = passes, sampler, tokens_per_block, max_seq_len
-        self._blocks = KnownBlocks(num_blocks, tokens_per_block)
+        self._blocks = SeenBlocks(pool, tokens_per_block)
 
     def room(self, sequence: OpenSequence) -> int:
         """None where the rows of the last token's place are not there."""
@@ -118,7 +119,7 @@ class EagleDrafter:
     def _open(self, sequence: OpenSequence, first: int) -> DraftedSequence:
         number = -(-first // self._size)
         if first == number * self._size:
-            number = self._blocks.first_known(sequence.table.blocks[0], sequence.table.hashes, number)
+            number = self._blocks.first_seen(sequence.table.blocks[GROUP], number)
         follower = follow(sequence, 1, self._sampler.vocab_size)
         follower.base = number * self._size
         follower.num_verified = max(first, follower.base)
@@ -149,7 +150,7 @@ class EagleDrafter:
             own, begin = follower.own, follower.base // self._size
             own.computed = follower.num_verified - follower.base
             own.tokens = one.tokens[follower.base + 1 :][: own.computed + follower.num_unseen]  # who follows each place
-            own.table.blocks[0], own.table.hashes = one.table.blocks[0][begin:], one.table.hashes
+            own.table.blocks[0] = one.table.blocks[GROUP][begin:]
             self._blocks.forget(own.table.blocks[0], own.computed, len(own.tokens) + most[one])
             if own.num_pending == 1:
                 plan.decodes.append(own)
@@ -159,10 +160,10 @@ class EagleDrafter:
         work = StepWork.of(plan)
         self._compute(plan, by_own, self._passes.fused([part for own in plan.sequences for part in by_own[own].unseen]))
         for follower in followers.values():
-            own, follower.unseen, follower.num_unseen = follower.own, [], 0
+            own, first, follower.unseen, follower.num_unseen = follower.own, follower.num_verified, [], 0
             follower.num_verified = follower.base + own.computed
             if not follower.base:
-                self._blocks.remember(own.table.blocks[0], own.table.hashes, own.computed, 0)
+                self._blocks.remember(own.table.blocks[0], first, own.computed)
         return work
 
     def _go_on(
@@ -173,7 +174,7 @@ class EagleDrafter:
         plan = SchedulerOutput(decodes=[follower.own for follower in going.values()])
         for one, follower in going.items():
             follower.own.tokens.append(drafted[one][-1])
-            follower.own.table.blocks[0] = one.table.blocks[0][follower.base // self._size :]
+            follower.own.table.blocks[0] = one.table.blocks[GROUP][follower.base // self._size :]
         work = StepWork.of(plan)
         self._compute(plan, {follower.own: follower for follower in going.values()}, hidden)
         return work

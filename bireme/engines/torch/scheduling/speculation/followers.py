@@ -1,4 +1,4 @@
-"""What drafters with pools of their own keep: a sequence under the model's block ids, and whose rows a block has."""
+"""What drafters with rows of their own keep: a sequence under the model's block ids, and whose rows a block has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from bireme.engines.torch.step import DraftedSequence
 from bireme.engines.torch.step import Sequence as OpenSequence
 from bireme.kv.blocks.block_manager import BlockTable
+from bireme.kv.blocks.block_pool import BlockPool
 from bireme.logits.rows import Row
 from bireme.messages import SamplingParams
 
@@ -31,12 +32,6 @@ class KnownBlocks:
             number += 1
         return number
 
-    def first_known(self, blocks: Sequence[int], hashes: Sequence[bytes], number: int) -> int:
-        """Return the first of the known blocks that stand before `number` without a gap."""
-        while 0 < number <= len(hashes) and self._hashes[blocks[number - 1]] == hashes[number - 1]:
-            number -= 1
-        return number
-
     def forget(self, blocks: Sequence[int], first: int, end: int) -> None:
         """Rows of tokens [first, end) are going to be written."""
         for block in blocks[first // self._size : -(-end // self._size)]:
@@ -48,6 +43,30 @@ class KnownBlocks:
             if self._hashes[blocks[number]] == hashes[number]:
                 break
             self._hashes[blocks[number]] = hashes[number]
+
+
+class SeenBlocks:
+    """Which blocks of the model's have the rows of a head, as their pool keeps it. `blocks` are a sequence's."""
+
+    def __init__(self, pool: BlockPool, tokens_per_block: int) -> None:
+        """`pool`: of the device, of GROUP."""
+        self._pool, self._size = pool, tokens_per_block
+
+    def first_seen(self, blocks: Sequence[int], number: int) -> int:
+        """Return the first of the seen blocks that stand before `number` without a gap."""
+        while number and self._pool.is_seen(blocks[number - 1]):
+            number -= 1
+        return number
+
+    def forget(self, blocks: Sequence[int], first: int, end: int) -> None:
+        """Rows of tokens [first, end) are going to be written."""
+        for block in blocks[first // self._size : -(-end // self._size)]:
+            self._pool.set_seen(block, False)
+
+    def remember(self, blocks: Sequence[int], first: int, end: int) -> None:
+        """Rows of tokens [first, end) were written, and those before them in the same block."""
+        for block in blocks[first // self._size : end // self._size]:
+            self._pool.set_seen(block)
 
 
 def follow(sequence: OpenSequence, num_groups: int, vocab_size: int) -> DraftedSequence:
