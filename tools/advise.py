@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import msgspec
 
+from benchmarks.options import count, not_negative, positive, positive_count, share
 from bireme.config import Recipe, RouterConfig
 from bireme.errors import ConfigError
 from bireme.recipe_files import load_recipe
@@ -273,10 +274,12 @@ def take_metrics(options: argparse.Namespace) -> None:
 
 
 def read_load(options: argparse.Namespace) -> Trace | None:
-    """None: lengths are given. Raises ValueError or OSError for a trace that can't be read."""
+    """None: lengths are given. Raises ValueError for a trace that can't be read."""
     if not options.requests_from:
         return None
     trace = read_traces([Path(path) for path in options.requests_from])
+    if not trace.requests:
+        raise ValueError(f"{' '.join(options.requests_from)}: no requests; name files of a request log or a trace")
     if len(trace.requests) < 2 or not trace.requests[-1].arrival_s:
         raise ValueError(
             f"{' '.join(options.requests_from)}: {len(trace.requests)} requests at one time; a rate needs more"
@@ -485,27 +488,30 @@ def finite(tree: Any) -> Any:
 
 
 class Progress:
-    """A line that is written over, where somebody looks: how much of the time is spent."""
+    """On a terminal a line that is written over; into a file one a quarter of a minute: how much time is spent."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._shown_at = seconds, 0.0
-        self.began = time.monotonic()
+        self._seconds = seconds
+        self.began = self._shown_at = time.monotonic()
         self.until, self.what = self.began + seconds, ""
+        self._is_terminal = sys.stderr.isatty()
+        self._gap_s = 0.2 if self._is_terminal else 15.0
 
     def __call__(self, layout: Layout) -> None:
         now = time.monotonic()
-        if not sys.stderr.isatty() or now - self._shown_at < 0.2:
+        if now - self._shown_at < self._gap_s:
             return
         self._shown_at = now
         spent = now - self.began
-        bar = "#" * int(30 * min(spent / self._seconds, 1))
-        print(
-            f"\r[{bar:<30}] {spent:.0f} of at most {self._seconds:.0f} s: {self.what}, {layout}\033[K",
-            end="", file=sys.stderr, flush=True,
-        )  # fmt: skip
+        said = f"{spent:.0f} of at most {self._seconds:.0f} s: {self.what}, {layout}"
+        if self._is_terminal:
+            bar = "#" * int(30 * min(spent / self._seconds, 1))
+            print(f"\r[{bar:<30}] {said}\033[K", end="", file=sys.stderr, flush=True)
+        else:
+            print(said, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        if sys.stderr.isatty():
+        if self._is_terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
@@ -540,36 +546,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=positive, default=300.0, metavar="S", help="that all may take")
     add("--json", action="store_true", help="end with one JSON document")
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}; more than 0")
-    return value
-
-
-def not_negative(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}; 0 or more")
-    return value
-
-
-def share(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text}; more than 0, 1 at most")
-    return value
-
-
-def count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text}; 0 or more")
-    return value
-
-
-def positive_count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}; 1 or more")
-    return value
 
 
 if __name__ == "__main__":

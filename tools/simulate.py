@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 import msgspec
 import numpy as np
 
-from benchmarks.options import chosen, numbers
+from benchmarks.options import chosen, count, not_negative, numbers, positive, positive_count
 from bireme.config import MockerConfig, RouterConfig, RoutingMode
 from bireme.conversion import convert
 from bireme.errors import ConfigError
@@ -79,12 +79,16 @@ COLUMNS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        router = convert(json.loads(options.config), RouterConfig, "--config")
+        router = convert(tree_of(options.config), RouterConfig, "--config")
         trace = load(options)
         times = step_times(options)
         for option, least in (("workers", 1), ("prefill_workers", 0)):
             if (found := min(getattr(options, option))) < least:
                 raise ValueError(f"--{option.replace('_', '-')} {found}: {least} or more")
+        if options.background > 1:
+            raise ValueError(f"--background {options.background:g}: a share of the requests, 1 at most")
+        if options.plot and not Path(options.plot).parent.is_dir():
+            raise ValueError(f"--plot {options.plot}: {Path(options.plot).parent} is no folder; make it first")
         bounds = planner_settings(options)
     except (ConfigError, ValueError, OSError) as error:
         print(f"simulate: {error}", file=sys.stderr)
@@ -251,46 +255,46 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "requests_from", nargs="+", help=f"files of a trace, as they are or .gz, or one of {', '.join(GENERATORS)}"
     )
     parser.add_argument("--modes", type=chosen(MODES), default=list(MODES))
-    parser.add_argument("--requests", type=int, default=12_000, help="how many, at the most")
-    parser.add_argument("--rate", type=float, default=3.4, help="generated requests a second")
-    parser.add_argument("--speed", type=float, default=1.0, help="how much faster than recorded they come")
+    parser.add_argument("--requests", type=positive_count, default=12_000, help="how many, at the most")
+    parser.add_argument("--rate", type=positive, default=3.4, help="generated requests a second")
+    parser.add_argument("--speed", type=positive, default=1.0, help="how much faster than recorded they come")
     parser.add_argument("--workers", type=numbers(int), default=[8], metavar="N,N", help="several: a row for each")
     parser.add_argument(
         "--prefill-workers", type=numbers(int), default=[0], metavar="N,N", help="0: decode computes all prompts"
     )
-    parser.add_argument("--routers", type=int, default=1, help="each request comes to one of them")
+    parser.add_argument("--routers", type=positive_count, default=1, help="each request comes to one of them")
     parser.add_argument(
-        "--blocks", type=int, default=16_384, help=f"of {TOKENS_PER_BLOCK} tokens, that a worker can hold"
+        "--blocks", type=positive_count, default=16_384, help=f"of {TOKENS_PER_BLOCK} tokens, that a worker can hold"
     )
-    parser.add_argument("--max-num-tokens", type=int, default=8192, help="of a step")
-    parser.add_argument("--max-batch-size", type=int, default=256, help="requests that a worker runs")
+    parser.add_argument("--max-num-tokens", type=positive_count, default=8192, help="of a step")
+    parser.add_argument("--max-batch-size", type=positive_count, default=256, help="requests that a worker runs")
     parser.add_argument(
         "--step-times", metavar="FILE", help=f"of an engine (docs/sizing.md), or one of {', '.join(published())}"
     )
-    parser.add_argument("--step-ms", type=float, default=8.0, help="without it: as in engine_config.mocker")
-    parser.add_argument("--step-ms-per-request", type=float, default=0.05)
-    parser.add_argument("--prefill-ms-per-token", type=float, default=0.03)
+    parser.add_argument("--step-ms", type=not_negative, default=8.0, help="without it: as in engine_config.mocker")
+    parser.add_argument("--step-ms-per-request", type=not_negative, default=0.05)
+    parser.add_argument("--prefill-ms-per-token", type=not_negative, default=0.03)
     parser.add_argument("--config", default="{}", help="the recipe's block `router`, as JSON")
     parser.add_argument("--enforce-disaggregation", action="store_true", help="as pipeline.enforce_disaggregation")
-    parser.add_argument("--background", type=float, default=0.0, metavar="SHARE", help="of requests: priority 0.2")
-    parser.add_argument("--hop-ms", type=float, default=0.0, help="to a worker and back, beside its work")
-    parser.add_argument("--lag-ms", type=float, default=5.0, help="until routers know of an event or a load")
-    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
-    parser.add_argument("--slo-itl-ms", type=float, default=25.0)
+    parser.add_argument("--background", type=not_negative, default=0.0, metavar="SHARE", help="of all: priority 0.2")
+    parser.add_argument("--hop-ms", type=not_negative, default=0.0, help="to a worker and back, beside its work")
+    parser.add_argument("--lag-ms", type=not_negative, default=5.0, help="until routers know of an event or a load")
+    parser.add_argument("--slo-ttft-ms", type=positive, default=2000.0)
+    parser.add_argument("--slo-itl-ms", type=positive, default=25.0)
     parser.add_argument("--planner", choices=get_args(PlannerTarget), help="its target: it, and Dynamo's rule, as well")
     parser.add_argument(
         "--compare", type=chosen((*COMPARED, "none")), metavar="NAME,NAME",
         help="with the planner: fixed sizes, dynamo's rule, none; both without it",
     )  # fmt: skip
     parser.add_argument("--predictor", choices=get_args(PredictorName), default="constant", help="of the planner")
-    parser.add_argument("--max-gpus", type=int, help="its budget, one a worker; without it as much as the largest size")
-    parser.add_argument("--interval-s", type=float, default=60.0, help="between two of its decisions")
-    parser.add_argument("--start-s", type=float, default=30.0, help="until a worker that joins is ready")
+    parser.add_argument("--max-gpus", type=positive_count, help="its budget, one a worker; default: the largest size's")
+    parser.add_argument("--interval-s", type=positive, default=60.0, help="between two of its decisions")
+    parser.add_argument("--start-s", type=not_negative, default=30.0, help="until a worker that joins is ready")
     parser.add_argument("--minimum", type=int, choices=(0, 1), default=1, help="of each stage; 0: all may sleep")
     parser.add_argument(
         "--asleep", choices=get_args(AsleepRule), default="wait", help="what becomes of requests that come then"
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=count, default=1)
     parser.add_argument("--plot", help="write a PNG")
     return parser.parse_args(arguments)
 
@@ -308,16 +312,24 @@ def step_times(options: argparse.Namespace) -> StepTimes:
     )
 
 
+def tree_of(config: str) -> Any:
+    """Raises ConfigError."""
+    try:
+        return json.loads(config)
+    except ValueError as error:
+        raise ConfigError(f"--config {config[:60]}: no JSON ({error})") from error
+
+
 def load(options: argparse.Namespace) -> Trace:
-    """Raises ValueError or OSError for a trace that can't be read."""
+    """Raises ValueError for a trace that can't be read."""
     name = " ".join(options.requests_from)
     if (make := GENERATORS.get(name)) is not None:
         trace = Trace(make(options.seed, options.requests, options.rate))
     else:
         trace = read_traces([Path(path) for path in options.requests_from])
+        if not trace.requests:
+            raise ValueError(f"{name}: no requests; name files of a request log or a trace")
         trace = Trace(spread_out(trace.requests)[: options.requests], trace.tokens_per_block)
-    if not trace.requests:
-        raise ValueError(f"{name}: no requests")
     requests = faster(trace.requests, options.speed)
     if options.background:
         random_ = random.Random(options.seed)

@@ -74,7 +74,7 @@ class LogTimes:
 
 
 def read_log(paths: Sequence[Path]) -> list[LoggedRequest]:
-    """Return requests that engines have told of; retried ones are left out. Raises ValueError and OSError."""
+    """Return requests that engines have told of; retried ones are left out. Raises ValueError."""
     found = []
     for where, row in trace_rows(paths):
         record = row.get("event", row)

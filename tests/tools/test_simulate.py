@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import numpy as np
 import pytest
@@ -110,6 +111,44 @@ def test_a_line_of_another_form_is_named(tmp_path, capsys):
     file.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n{"a": 1}')
     assert program.main([str(file)]) == 2
     assert "trace.jsonl:2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("empty.jsonl", b"", "empty.jsonl: no requests; name files of a request log or a trace"),
+        ("blank.jsonl", b"\n\n", "blank.jsonl: no requests"),
+        ("half.jsonl", b'{"schema": "dynamo.request.tr', "half.jsonl:1: no JSON .*was the line cut short"),
+        ("access.log", b'127.0.0.1 "GET / HTTP/1.0" 200', "access.log:1: no JSON .*a line has timestamp"),
+        ("other.jsonl", b'{"a": 1}', "other.jsonl:1: no schema; a line has timestamp"),
+        ("binary.jsonl", b"\xff\xfe\x00", "binary.jsonl:1: no UTF-8 text .*a line has timestamp"),
+        ("plain.jsonl.gz", b"plain", "plain.jsonl.gz: can't be read .Not a gzipped file"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_named_with_what_would_be_one(name, content, told, tmp_path, capsys):
+    (tmp_path / name).write_bytes(content)
+    assert program.main([str(tmp_path / name)]) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--blocks=0", "--blocks: 0; 1 or more"),
+        ("--speed=0", "--speed: 0; more than 0"),
+        ("--step-ms=nan", "--step-ms: nan; 0 or more"),
+        ("--workers=x", "--workers: 'x'; numbers with commas between them"),
+        ("--background=2", "--background 2: a share of the requests"),
+        ("--config={", "--config {: no JSON"),
+        ("--plot=/nowhere/a.png", "/nowhere is no folder"),
+    ],
+)
+def test_an_option_out_of_its_bounds_names_itself(option, told, capsys):
+    try:
+        status = program.main(["day", option])
+    except SystemExit as left:
+        status = left.code
+    assert status == 2 and told in capsys.readouterr().err
 
 
 def ended(number, at_ms, num_prompt, *hashes, size=4, **more):

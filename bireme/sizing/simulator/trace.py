@@ -23,6 +23,7 @@ from bireme.kv.kernels.arrays import Hashes
 
 TOKENS_PER_BLOCK = 512  # of Mooncake's traces, and of those that are made here
 REQUEST_LOG_SCHEMA = "dynamo.request.trace.v1"
+_FORMS = f"a line has timestamp, input_length, output_length, hash_ids, or is a record of {REQUEST_LOG_SCHEMA}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Trace:
 
 
 def read_traces(paths: Sequence[Path]) -> Trace:
-    """Read files that belong together, .gz as well. Raises ValueError with the line that has no form, and OSError."""
+    """Read files that belong together, .gz as well. Raises ValueError with file or line."""
     found, sizes, ids = list[SimulatedRequest](), dict[int, str](), dict[str, str]()
     for where, row in trace_rows(paths):
         try:
@@ -53,10 +54,8 @@ def read_traces(paths: Sequence[Path]) -> Trace:
             else:
                 continue
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"{where}: {error!r}; a line has timestamp, input_length, output_length, hash_ids, or is a record of"
-                f" {REQUEST_LOG_SCHEMA}"
-            ) from error
+            told = f"no {error.args[0]}" if isinstance(error, KeyError) else repr(error)
+            raise ValueError(f"{where}: {told}; {_FORMS}") from error
         found.append(request)
         sizes.setdefault(size, where)
         if len(sizes) > 1:
@@ -68,24 +67,35 @@ def read_traces(paths: Sequence[Path]) -> Trace:
 
 
 def trace_rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line with its place. Raises ValueError and OSError."""
+    """Yield each line that is not blank, with its place. Raises ValueError."""
     for path in paths:
-        number = 0
-        try:
-            with (
-                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
-            ):
-                for number, line in enumerate(file, 1):
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise ValueError("a JSON object is expected")
-                    yield f"{path}:{number}", row
-        except EOFError as error:
-            raise ValueError(f"{path}:{number + 1}: the compressed file ends within it; it was cut short") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: no JSON ({error}); was the line cut short?") from error
-        except ValueError as error:
-            raise ValueError(f"{path}:{number or 1}: {error}") from error
+        for number, line in _lines(path):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                told = "was the line cut short?" if number > 1 or line.startswith("{") else _FORMS
+                at = f"{error.msg} at character {error.pos + 1}"
+                raise ValueError(f"{path}:{number}: no JSON ({at}); {told}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: a JSON object is expected; {_FORMS}")
+            yield f"{path}:{number}", row
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield lines that are not blank by their number. Raises ValueError."""
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield number, line
+    except EOFError as error:
+        raise ValueError(f"{path}:{number + 1}: the compressed file ends within it; it was cut short") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}:{number + 1}: no UTF-8 text ({error.reason}); {_FORMS}") from error
+    except OSError as error:  # with .gz also what is not compressed
+        said = error.strerror or error
+        raise ValueError(f"{path}: can't be read ({said}); name files of a request log or a trace") from error
 
 
 def _of_mooncake(row: Mapping[str, Any]) -> SimulatedRequest:
