@@ -30,6 +30,7 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.options import not_negative
 from bireme.discovery import run_folder
 from bireme.errors import BiremeError, ConfigError, NotFoundError
 from bireme.kv.wire.curve import curve_keys, is_ipv6, needs_curve
@@ -39,6 +40,7 @@ from bireme.sizing.step_times import StepTimes
 
 DONE, WRONG = 0, 2
 _LOOK_S = 1.0
+_TELL_S = 10.0  # between two lines of progress
 _HWM = 100_000  # records that wait to be written; more are missed
 
 
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # its reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (BiremeError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"record_steps: {error}", file=sys.stderr)
         return WRONG
     if steps is not None:
         print(f"{steps.num_written} records, {steps.num_missed} missed", file=sys.stderr)
@@ -67,8 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fit(options: argparse.Namespace) -> None:
+    """Raises ConfigError and OSError."""
     with open(options.fit, "rb") as file:
-        times = StepTimes.of_records(file, options.engine, options.machine)
+        try:
+            times = StepTimes.of_records(file, options.engine, options.machine)
+        except ConfigError as error:
+            raise ConfigError(f"--fit {options.fit}: {error}; record for longer, under a load") from error
     times.write(Path(options.output or "/dev/stdout"))
     print(f"{len(times.table.points)} points; the rule is {100 * times.error:.1f}% off at the median", file=sys.stderr)
 
@@ -77,7 +83,7 @@ class Steps:
     """The records of all workers of a launch. Raises ConfigError where none sends any."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._key = folder, run_folder.deployment_key(folder)
+        self._folder = folder
         self._context = zmq.Context()
         self._sockets: dict[str, Any] = {}  # by endpoint
         self._next: dict[tuple[str, int, int], int] = {}  # by worker, life and rank
@@ -90,12 +96,16 @@ class Steps:
             )
 
     def write(self, output: IO[bytes], seconds: float | None) -> None:
-        ends_at = time.monotonic() + seconds if seconds is not None else float("inf")
-        looked_at = time.monotonic()
+        began = looked_at = told_at = time.monotonic()
+        ends_at = began + seconds if seconds is not None else float("inf")
+        whole = f" of {seconds:g}" if seconds is not None else ""
         while (now := time.monotonic()) < ends_at:
             if now - looked_at >= _LOOK_S:
                 self._look()
                 looked_at = now
+            if now - told_at >= _TELL_S:
+                print(f"{self.num_written} records in {now - began:.0f}{whole} s", file=sys.stderr, flush=True)
+                told_at = now
             for record in self._take(min(_LOOK_S, ends_at - now)):
                 self._count(record)
                 if record.wall_time:
@@ -120,8 +130,9 @@ class Steps:
         socket.setsockopt(zmq.IPV6, is_ipv6(endpoint))
         socket.setsockopt(zmq.RCVHWM, _HWM)
         if needs_curve(endpoint):
-            socket.curve_publickey, socket.curve_secretkey = curve_keys(self._key, "reader")
-            socket.curve_serverkey = curve_keys(self._key, "engine")[0]
+            key = run_folder.deployment_key(self._folder)
+            socket.curve_publickey, socket.curve_secretkey = curve_keys(key, "reader")
+            socket.curve_serverkey = curve_keys(key, "engine")[0]
         socket.subscribe(STEP_TOPIC)
         socket.connect(endpoint)
         return socket
@@ -153,7 +164,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", metavar="FILE", help="instead of stdout; what it held is replaced")
-    parser.add_argument("--seconds", type=float, metavar="S", help="end after so long")
+    parser.add_argument("--seconds", type=not_negative, metavar="S", help="end after so long")
     parser.add_argument("--run-folder", metavar="FOLDER", help="of the launch; its log names it")
     parser.add_argument("--fit", metavar="FILE", help="of records, that were written before: make step times of them")
     parser.add_argument("--engine", default="", help="what made them, for --fit's table")

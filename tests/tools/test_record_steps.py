@@ -53,7 +53,7 @@ def test_a_line_a_step_of_every_worker_and_of_one_that_is_started_again(folder, 
         for one in workers:
             one.close()
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert reader.returncode == 0 and told == f"{len(records)} records, 0 missed\n"
+    assert reader.returncode == 0 and told.endswith(f"{len(records)} records, 0 missed\n")
     assert records[0]["scheduled_requests"] == SCHEDULED and all(record["wall_time"] for record in records)
 
 
@@ -75,3 +75,16 @@ def test_where_nobody_sends_any_the_key_of_the_recipe_is_named(folder, capsys):
     run_folder.publish(folder, WorkerRecord(worker="decode"))
     assert record_steps.main(["--run-folder", str(folder)]) == record_steps.WRONG
     assert "set kv_events.step_records: true" in capsys.readouterr().err
+
+
+def test_a_folder_of_no_launch_stays_as_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("BIREME_KEY", raising=False)
+    assert record_steps.main(["--run-folder", str(tmp_path)]) == record_steps.WRONG
+    assert "no worker of the launch" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_fit_of_too_little_names_its_file(tmp_path, capsys):
+    (tmp_path / "steps.jsonl").write_text("")
+    table = tmp_path / "table.json"
+    assert record_steps.main(["--fit", str(tmp_path / "steps.jsonl"), "--output", str(table)]) == record_steps.WRONG
+    assert "steps.jsonl: points: 0 with work" in capsys.readouterr().err and not table.exists()
