@@ -36,7 +36,7 @@ from tools import clients
 from tools.sweeping import loads, report
 from tools.sweeping.gpus import Clocks
 from tools.sweeping.launch import Stop, StoppedError
-from tools.sweeping.matrix import CHANGEABLE, Plan, make_plan, read_matrix
+from tools.sweeping.matrix import CHANGEABLE, Cell, Plan, make_plan, read_matrix
 from tools.sweeping.results import Results, this_machine
 from tools.sweeping.runner import Estimate, Sweep, settle
 
@@ -78,7 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # nothing is measured yet
         return STOPPED
     stop = Stop()
-    with on_stop_signal(lambda number: stop.set()):
+
+    def end(number: int) -> None:
+        say(
+            "stopping: the launch ends what is under way; again, and it does not" if not stop.is_set else "stopping now"
+        )
+        stop.set()
+
+    with on_stop_signal(end):
         return measured(plan, results, stop)
 
 
@@ -123,7 +130,10 @@ def measured(plan: Plan, results: Results, stop: Stop) -> int:
     num_failed = sum(run.state == "failed" for run in runs)
     num_left = len(plan.cells) - len(runs)
     if num_left:
-        say(f"stopped, {num_left} cells left; python tools/sweep.py --resume {results.folder} goes on")
+        say(
+            f"stopped, {num_left} of {counted(plan.cells)} left;"
+            f" python tools/sweep.py --resume {results.folder} goes on"
+        )
     print(json.dumps({
         "sweep": str(summary), "report": str(page), "cells": len(plan.cells), "measured": len(runs) - num_failed,
         "failed": num_failed, "left": num_left,
@@ -137,16 +147,20 @@ def show(plan: Plan, results: Results) -> None:
     for deployment in plan.deployments:
         cells = plan.cells_of(deployment)
         settings = f", {' '.join(deployment.settings)}" if deployment.settings else ""
-        print(f"{deployment.name}: {deployment.kind}, {len(cells)} cells{settings}")
+        print(f"{deployment.name}: {deployment.kind}, {counted(cells)}{settings}")
     for lengths in dict.fromkeys(cell.lengths for cell in plan.cells):
         pressures = dict.fromkeys(cell.pressure for cell in plan.cells if cell.lengths == lengths)
         print(f"  {lengths} tokens: {', '.join(pressures)}")
     minutes = Estimate(plan.matrix.expect_itl_ms).minutes(left)
     done = f", {len(plan.cells) - len(left)} measured already" if len(left) < len(plan.cells) else ""
     print(
-        f"{len(plan.cells)} cells by {' and '.join(plan.matrix.loads)}{done}; about {minutes:.1f} min where a token"
+        f"{counted(plan.cells)} by {' and '.join(plan.matrix.loads)}{done}; about {minutes:.1f} min where a token"
         f" takes {plan.matrix.expect_itl_ms:g} ms; results in {results.folder}"
     )
+
+
+def counted(cells: Sequence[Cell]) -> str:
+    return f"{len(cells)} cell{'s' if len(cells) != 1 else ''}"
 
 
 def say(text: str) -> None:

@@ -46,6 +46,10 @@ class Stop:
         self._event, self._hurry = threading.Event(), threading.Event()
 
     @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    @property
     def is_urgent(self) -> bool:
         return self._hurry.is_set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ class DeploymentSpec(Settings, frozen=True, kw_only=True):
     name: str = ""  # in the report; "": the recipe's, with what varies
     set: dict[str, Any] = {}
     vary: dict[str, list[Any]] = {}
-    workers: tuple[str, ...] = ()  # 2: two that do both; 1:2: one for prefill, two for decode
+    workers: tuple[str | int, ...] = ()  # "2": two that do both; "1:2": one for prefill, two for decode
 
 
 class Matrix(Settings, frozen=True, kw_only=True):
@@ -150,8 +151,7 @@ def make_plan(tree: Mapping[str, Any], where: str) -> Plan:
         raise ConfigError(f"{where}: no recipe; name at least one, as in recipes/mocker")
     if not matrix.concurrency and not matrix.rates:
         raise ConfigError(f"{where}: neither concurrency nor rates; give one, as in --concurrency 1,4,16")
-    if not matrix.loads:
-        raise ConfigError(f"{where}: loads: empty; give aiperf, bireme or both")
+    _check_lists(matrix, where)
     lengths = [_parse_lengths(text, where) for text in matrix.lengths]
     deployments = [one for spec in matrix.deployments for one in _deployments(spec, where)]
     _check_names(deployments)
@@ -159,6 +159,28 @@ def make_plan(tree: Mapping[str, Any], where: str) -> Plan:
     if len(cells) > _MAX_CELLS:
         raise ConfigError(f"{where}: {len(cells)} cells; at most {_MAX_CELLS}, split the sweep")
     return Plan(matrix=matrix, deployments=deployments, cells=cells)
+
+
+def _check_lists(matrix: Matrix, where: str) -> None:
+    """Refuse what would measure nothing, or a cell twice. Raises ConfigError."""
+    remedies = {"loads": "give aiperf, bireme or both", "lengths": "give PROMPT/ANSWER in tokens, as in 1024/128"}
+    for name, remedy in remedies.items():
+        if not getattr(matrix, name):
+            raise ConfigError(f"{where}: {name}: empty; {remedy}")
+    for name in ("lengths", "concurrency", "rates", "loads"):
+        if twice := [value for value, count in Counter(getattr(matrix, name)).items() if count > 1]:
+            raise ConfigError(
+                f"{where}: {name}: {twice[0]} twice; leave one out, or give `repeats` to measure cells again"
+            )
+    for number, spec in enumerate(matrix.deployments):
+        if plain := [count for count in spec.workers if isinstance(count, int)]:  # YAML reads 1:2 as 62
+            raise ConfigError(
+                f'{where}: deployments[{number}].workers: {plain[0]}; write it in quotes, as in "2" or "1:2"'
+            )
+        if empty := [key for key, values in spec.vary.items() if not values]:
+            raise ConfigError(
+                f"{where}: deployments[{number}].vary.{empty[0]}: empty; give its values, or leave it out"
+            )
 
 
 def _parse_lengths(text: str, where: str) -> tuple[int, int]:
@@ -204,10 +226,11 @@ def kind_of(recipe: Recipe) -> Kind:
 
 def _fitting(spec: DeploymentSpec, recipe: Recipe, where: str) -> list[str]:
     """Return the counts of workers that are of the recipe's kind."""
-    if wrong := [text for text in spec.workers if not _WORKERS.fullmatch(text)]:
+    counts = [str(count) for count in spec.workers]
+    if wrong := [text for text in counts if not _WORKERS.fullmatch(text)]:
         raise ConfigError(f"{where}: workers: {wrong[0]!r}; write 2 for two that do both, 1:2 for prefill:decode")
     is_apart = kind_of(recipe) == "disaggregated"
-    if not (found := [text for text in spec.workers if (":" in text) == is_apart]):
+    if not (found := [text for text in counts if (":" in text) == is_apart]):
         form = "prefill:decode, as in 1:2" if is_apart else "a number, as in 2"
         raise ConfigError(
             f"{spec.recipe} is {kind_of(recipe)}: none of its workers is {form}; it would not be measured"

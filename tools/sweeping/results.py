@@ -71,7 +71,9 @@ class Results:
             plan = msgspec.json.decode((self.folder / _PLAN).read_bytes(), type=Plan)
             self._make_folders()
         except OSError as error:
-            raise ConfigError(f"--resume {self.folder}: no {_PLAN} there ({error.strerror})") from error
+            raise ConfigError(
+                f"--resume {self.folder}: no {_PLAN} there ({error.strerror}); name the folder of a sweep's --out"
+            ) from error
         except msgspec.DecodeError as error:
             raise ConfigError(f"--resume {self.folder}/{_PLAN}: not a plan of this version ({error})") from error
         return plan
