@@ -5,7 +5,7 @@
     python tools/make_recipe.py --model nvidia/DeepSeek-R1-FP4 --config config.json --gpu gb200 --gpus 64 --nodes 16 \\
         --isl 8150 --osl 1024 --concurrency 4096 --out recipes/r1-64
     python tools/make_recipe.py --model FOLDER --gpu h200 --gpus 8 --isl 4000 --osl 500 --ttft-ms 1000 --itl-ms 25 \\
-        --timings aiconfigurator --timings-python ~/aiconfigurator/bin/python --out recipes/mine
+        --timings aiconfigurator --timings-python .clients/aiconfigurator/bin/python --out recipes/mine
 
 The model's config.json says what it weighs and keeps for a token (hf_quant_config.json beside it, where there is one);
 nothing is fetched. Times are estimated from the GPU's peaks. Better ones: a table of measured step times of this model
@@ -118,6 +118,8 @@ def wish_of(options: argparse.Namespace) -> Wish:
 
 def timings_of(options: argparse.Namespace, wish: Wish) -> AbstractContextManager[Timings]:
     """Raises ConfigError."""
+    if options.timings_python and options.timings != "aiconfigurator":
+        raise ConfigError(f"--timings-python {options.timings_python}: say --timings aiconfigurator, or leave it out")
     if options.timings == "peaks":
         return nullcontext(PeakTimings(wish.shape, wish.gpu, wish.value_bytes))
     if options.timings == "aiconfigurator":

@@ -6,6 +6,7 @@ tables come with the package. Layouts that it has no tables for are left out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -21,7 +22,10 @@ from bireme.sizing.recipe_plan import Wish
 from bireme.sizing.timings import RankLayout
 
 _SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "gb200": "gb200"}
-_HOW = 'make one: python -m venv aiconfigurator && aiconfigurator/bin/pip install -e ".[aiconfigurator]"'
+_END_S = 10.0
+_HOW = (
+    'make one: python -m venv .clients/aiconfigurator && .clients/aiconfigurator/bin/pip install -e ".[aiconfigurator]"'
+)
 
 
 class TableTimings:
@@ -96,6 +100,10 @@ class TableTimings:
         try:
             answer = json.loads(line)
         except ValueError:
+            if line:
+                return {"error": f"no answer but {line.strip()}"}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
             return {"error": f"it ended without an answer, exit code {self._process.poll()}"}
         return answer if isinstance(answer, dict) else {"error": f"no answer but {line.strip()}"}
 
