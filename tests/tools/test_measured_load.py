@@ -51,7 +51,7 @@ def prometheus():
             name = next(one for one in FIGURES if one in query)
             values = [[1000.0 + 300 * at, str(value)] for at, value in enumerate(FIGURES[name])]
             body = json.dumps({"data": {"result": [{"metric": {}, "values": values}] if "cold" not in query else []}})
-            self.send_response(200)
+            self.send_response(503 if "starting" in query else 200)
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -79,8 +79,12 @@ def test_the_busiest_stretch_of_prometheus_counts(prometheus):
 
 
 def test_a_server_that_knows_nothing_or_is_none_is_said_so(prometheus):
-    with pytest.raises(ConfigError, match="no request in 1 h"):
+    with pytest.raises(ConfigError, match="no bireme_prompt_tokens_count .* have it scrape the launch's metrics port"):
         of_prometheus(prometheus, 1.0, 300.0, 'instance="cold"')
+    with pytest.raises(ConfigError, match="with HTTP 503: .*; try again later"):
+        of_prometheus(prometheus, 1.0, 300.0, 'instance="starting"')
+    with pytest.raises(ConfigError, match="--hours 0.01, --stretch-s 300: 0.12 stretches"):
+        of_prometheus(prometheus, 0.01, 300.0)
     with pytest.raises(ConfigError, match="begins with http"):
         of_prometheus("file:///etc/passwd", 1.0, 300.0)
     with pytest.raises(ConfigError, match="no answer of a Prometheus server"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -31,6 +32,7 @@ _CACHED = "bireme_cached_prompt_tokens_total"  # of whoever computes prompts
 _DECODE = 'worker=~"decode(_[0-9]+)?"'
 _PROMPTS = 'worker=~"(decode|prefill)(_[0-9]+)?"'
 _MOST_BYTES = 64 << 20
+_MOST_STRETCHES = 11_000  # points of a series, that Prometheus answers with
 _TIMEOUT_S = 30.0
 
 
@@ -67,6 +69,15 @@ def of_pages(paths: Sequence[str], apart_s: float | None) -> MeasuredLoad:
 
 def of_prometheus(address: str, hours: float, stretch_s: float, match: str = "") -> MeasuredLoad:
     """Ask a Prometheus server. `match`: more label matchers, as in `instance="a:8002"`. Raises ConfigError."""
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"--prometheus {address}: an address begins with http:// or https://")
+    num_stretches = hours * 3600 / stretch_s
+    if not 1 <= num_stretches <= _MOST_STRETCHES:
+        raise ConfigError(
+            f"--hours {hours:g}, --stretch-s {stretch_s:g}: {num_stretches:.3g} stretches; Prometheus tells of 1 to"
+            f" {_MOST_STRETCHES:,}"
+        )
+    print(f"advise: asking {address} for {hours:g} h", file=sys.stderr, flush=True)
     now = time.time()
     span, more = f"[{max(round(stretch_s), 1)}s]", f",{match}" if match else ""
     queries = {name: f"sum(increase({series}{{{_DECODE}{more}}}{span}))" for name, series in _SERIES.items()}
@@ -74,10 +85,17 @@ def of_prometheus(address: str, hours: float, stretch_s: float, match: str = "")
     found = {
         name: _asked(address, query, now - hours * 3600 + stretch_s, now, stretch_s) for name, query in queries.items()
     }
-    busiest = max(found["requests"], key=lambda at: found["requests"][at], default=None)
-    requests = found["requests"].get(busiest, 0.0) if busiest is not None else 0.0
-    if busiest is None or requests < 1:
-        raise ConfigError(f"--prometheus {address}: no request in {hours:g} h ({queries['requests']})")
+    if not found["requests"]:
+        raise ConfigError(
+            f"--prometheus {address}: it has no {_SERIES['requests']} of a decode worker in {hours:g} h"
+            f" ({queries['requests']}); have it scrape the launch's metrics port, or correct --match"
+        )
+    busiest = max(found["requests"], key=lambda at: found["requests"][at])
+    requests = found["requests"][busiest]
+    if requests < 1:
+        raise ConfigError(
+            f"--prometheus {address}: no request in {hours:g} h ({queries['requests']}); give more --hours"
+        )
     prompt, output, cached = (
         found[name].get(busiest, 0.0) / requests for name in ("prompt_tokens", "output_tokens", "cached_tokens")
     )
@@ -109,8 +127,6 @@ def _asked(address: str, query: str, begin: float, end: float, step_s: float) ->
     """Return values by time; an empty answer is one. Raises ConfigError."""
     ask = urllib.parse.urlencode({"query": query, "start": f"{begin:.3f}", "end": f"{end:.3f}", "step": f"{step_s:g}"})
     url = f"{address.rstrip('/')}/api/v1/query_range?{ask}"
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--prometheus {address}: an address begins with http:// or https://")
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
             tree = json.loads(reply.read(_MOST_BYTES))
@@ -119,6 +135,12 @@ def _asked(address: str, query: str, begin: float, end: float, step_s: float) ->
         return {float(at): float(value) for at, value in pairs if math.isfinite(float(value))}
     except urllib.error.HTTPError as error:
         said = error.read(2000).decode(errors="replace")
-        raise ConfigError(f"--prometheus {address}: it refuses {query}: {said}") from error
+        remedy = "try again later" if error.code >= 500 else "is this a Prometheus server, and --match right?"
+        raise ConfigError(
+            f"--prometheus {address}: it answers {query} with HTTP {error.code}: {said}; {remedy}"
+        ) from error
     except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
-        raise ConfigError(f"--prometheus {address}: no answer of a Prometheus server ({error})") from error
+        raise ConfigError(
+            f"--prometheus {address}: no answer of a Prometheus server ({error}); name the address of its web page, as"
+            " in http://127.0.0.1:9090"
+        ) from error
