@@ -98,6 +98,7 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
             planner, observer, connector, tellers, acts=not options.advise, settings_file=settings_file,
             complain=complain,
         )  # fmt: skip
+        complain(f"watching; a decision each {settings.interval_s:g} s, the first one after that")
         loop.run(settings.interval_s, options.intervals, stopping)
     except (BiremeError, OSError) as error:
         complain(str(error))
