@@ -26,8 +26,15 @@ class CompileClient:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0.0  # when the process was started
+        self._is_ready = False
         self._views: set[str] = set()  # vocabularies that the process has opened
         self._is_closed = False
+
+    def begin(self) -> None:
+        """Have the process start while its first question is made. Raises OSError."""
+        if self._process is None:
+            self._launch()
 
     def compile(self, request: dict[str, Any], info: str, seconds: float, max_bytes: int) -> bytes:
         """Return the grammar's JSON. Raises RequestError when it can't be had within the limits."""
@@ -68,13 +75,15 @@ class CompileClient:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            self._start()
+            self._launch()
         assert self._process is not None
+        if not self._is_ready:
+            self._wait_for_start(self._process)
         return self._process
 
-    def _start(self) -> None:
-        began = time.monotonic()
+    def _launch(self) -> None:
         self._end()
+        self._began = time.monotonic()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bireme.logits.guided.compile_process"],
@@ -83,18 +92,21 @@ class CompileClient:
             env=environment,
             close_fds=True,
         )
+
+    def _wait_for_start(self, process: subprocess.Popen[bytes]) -> None:
         try:
-            _read(self._process, began + _START_S, 1)
+            _read(process, self._began + _START_S, 1)
         except (OSError, EOFError, _LateError) as error:
             raise BiremeError(f"guided_decoding: its compiler did not start ({self._end()})") from error
         if self._is_closed:
             self._end()
             raise BiremeError("guided_decoding: the engine is stopping")
-        logger.info("guide_compiler_started pid=%d start_s=%.2f", self._process.pid, time.monotonic() - began)
+        self._is_ready = True
+        logger.info("guide_compiler_started pid=%d start_s=%.2f", process.pid, time.monotonic() - self._began)
 
     def _end(self) -> str:
         """Kill the process and say how it had ended."""
-        process, self._process = self._process, None
+        process, self._process, self._is_ready = self._process, None, False
         self._views.clear()
         if process is None:
             return "no process"

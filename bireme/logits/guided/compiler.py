@@ -170,6 +170,7 @@ class GuideCompiler:
 
     def _compile(self, client: CompileClient, guide: Guide) -> tuple[Compiled, int]:
         view = _VIEWS.get(guide.kind, "plain")
+        client.begin()  # it starts while xgrammar is imported here and the vocabulary is read
         info, text = self._info(view)
         config = self._config
         request = {"view": view, "kind": guide.kind, "text": guide.text, "any_whitespace": config.any_whitespace}

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -296,11 +297,22 @@ def test_closing_ends_what_waits(make):
 
 
 def test_the_helper_process_loads_neither_torch_nor_transformers():
-    import subprocess
-
     code = (
         "import sys; from bireme.logits.guided.compile_process import import_lightly; import_lightly();"
         "print(sys.modules['torch'], hasattr(sys.modules['transformers'], '__file__'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert done.stdout.split() == ["None", "False"]
+
+
+def test_a_release_whose_parts_lie_elsewhere_is_imported_whole_and_compiles():
+    code = (
+        "from bireme.logits.guided import compile_process as process; process._PARTS += ('moved',);"
+        "process.import_lightly(); from xgrammar import TokenizerInfo, apply_token_bitmask_inplace;"
+        "info = TokenizerInfo([b'a', b'</s>'], stop_token_ids=[1]).serialize_json();"
+        "ask = {'view': 'plain', 'info': info, 'kind': 'regex', 'text': 'a+', 'any_whitespace': False};"
+        "print(process.Compiler().answer(ask)[:1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
+    assert done.stdout.strip() == "b'+'", done.stderr
+    assert "xgrammar.moved" in done.stderr
