@@ -134,10 +134,9 @@ def explain(error: Exception) -> str:
 
 
 def import_lightly() -> None:
-    """Import what compiles and reads vocabularies; where a release of xgrammar has it elsewhere, all of xgrammar.
+    """Import what compiles and reads vocabularies, or all of xgrammar where a release has that elsewhere.
 
-    The package's own __init__ takes 2 s of CPU where nobody has imported torch and transformers, this 0.3 s. An engine
-    has both by then, so there the package takes as little as its parts.
+    Its __init__ takes 2 s of CPU, this 0.3 s; in engines, which have torch and transformers, both take as little.
     """
     try:
         _import_parts()
