@@ -2,7 +2,8 @@
 
 As aiperf has it: tokens/s is of all answers over the time from the first request to the last token. Tokens/s a user is
 one over the mean gap between a request's tokens. Its mean over the requests is what published sweeps show; one answer
-that came in a burst multiplies it, so the median stands beside it.
+that came in a burst multiplies it, so the median stands beside it. An answer that came as a whole at one time has no
+gap, since that would be the time that its reader took (`BURST_GAP_S`). Where most answers came so, gaps are not known.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+
+BURST_GAP_S = 1e-4  # a mean gap below is what a client takes to read a token
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,13 +49,16 @@ class Answered:
 
     @property
     def gap_s(self) -> float | None:
-        """The mean between two tokens; None: it has one."""
-        return (self.last_at - self.first_at) / (self.num_output - 1) if self.num_output > 1 else None
+        """The mean between two tokens; None: it has one, or all came at one time."""
+        gap_s = (self.last_at - self.first_at) / (self.num_output - 1) if self.num_output > 1 else 0.0
+        return gap_s if gap_s >= BURST_GAP_S else None
 
 
 def of_requests(answered: Sequence[Answered], failed: int) -> Figures:
     """`answered`: at least one."""
-    gaps = [one.gap_s for one in answered if one.gap_s]
+    gaps = [gap_s for one in answered if (gap_s := one.gap_s) is not None]
+    if 2 * len(gaps) < sum(one.num_output > 1 for one in answered):
+        gaps = []
     speeds = [1 / gap for gap in gaps]
     seconds = max(one.last_at for one in answered) - min(one.sent_at for one in answered)
     ttft = percentiles_ms([one.first_at - one.sent_at for one in answered])

@@ -17,7 +17,7 @@ import msgspec
 
 from bireme.config import CHECKOUT
 from bireme.errors import ConfigError
-from bireme.sizing.figures import Figures
+from bireme.sizing.figures import BURST_GAP_S, Figures
 from tools import clients
 from tools.sweeping.matrix import Cell
 
@@ -152,6 +152,12 @@ def from_aiperf(export: Mapping[str, Any]) -> Figures:
             raise LoadFailedError(f"aiperf's export has no {metric}.{statistic} ({value!r})")
         return float(value)
 
+    is_known = number("inter_token_latency", "p50") >= 1e3 * BURST_GAP_S
+
+    def of_gaps(metric: str, statistic: str = "avg") -> float | None:
+        found = number(metric, statistic)
+        return found if is_known else None
+
     return Figures(
         requests=round(number("request_count")),
         failed=0,
@@ -159,13 +165,13 @@ def from_aiperf(export: Mapping[str, Any]) -> Figures:
         input_tokens=number("input_sequence_length"),
         output_tokens=number("output_sequence_length"),
         tokens_per_s=number("output_token_throughput"),
-        tokens_per_s_per_user=number("output_token_throughput_per_user"),
-        tokens_per_s_per_user_p50=number("output_token_throughput_per_user", "p50"),
+        tokens_per_s_per_user=of_gaps("output_token_throughput_per_user"),
+        tokens_per_s_per_user_p50=of_gaps("output_token_throughput_per_user", "p50"),
         ttft_p50_ms=number("time_to_first_token", "p50"),
         ttft_p90_ms=number("time_to_first_token", "p90"),
         ttft_p99_ms=number("time_to_first_token", "p99"),
-        itl_p50_ms=number("inter_token_latency", "p50"),
-        itl_p90_ms=number("inter_token_latency", "p90"),
-        itl_p99_ms=number("inter_token_latency", "p99"),
+        itl_p50_ms=of_gaps("inter_token_latency", "p50"),
+        itl_p90_ms=of_gaps("inter_token_latency", "p90"),
+        itl_p99_ms=of_gaps("inter_token_latency", "p99"),
         latency_p50_ms=number("request_latency", "p50"),
     )
