@@ -38,6 +38,16 @@ def test_a_picture_of_several_lengths_and_loads_is_a_png(tmp_path):
     assert (tmp_path / "fronts.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_names_of_points_lie_within_the_axes_and_on_no_other():
+    crowd = [OperatingPoint(10 + at / 10, 100 - at, f"what runs here, {at} under way") for at in range(8)]
+    figure = chart.draw_fronts([[chart.FrontPanel("64/16", {"aggregated": crowd})]], "GPU")
+    (axis,) = figure.axes
+    boxes = [name.get_window_extent() for name in axis.texts]
+    assert boxes and all(axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1 for box in boxes)
+    assert not any(box.overlaps(other) for at, box in enumerate(boxes) for other in boxes[:at])
+    assert not any(axis.get_legend().get_window_extent().overlaps(box) for box in (axis.bbox, *boxes))
+
+
 def test_without_matplotlib_there_is_a_reason_instead_of_a_picture(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(chart.NoPictureError, match="pip install matplotlib"):

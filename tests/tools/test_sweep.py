@@ -179,6 +179,13 @@ def test_aiperf_s_export_is_read_back(tmp_path):
     assert (found.ttft_p99_ms, found.itl_p50_ms, found.latency_p50_ms) == (51.1, 5.0, 183.0)
 
 
+def test_answers_that_aiperf_saw_come_at_one_time_have_no_speed(tmp_path):
+    burst = {"inter_token_latency": {"p50": 0.03, "p90": 1.0, "p99": 2.0}}
+    (tmp_path / "profile_export_aiperf.json").write_text(json.dumps(EXPORT | burst))
+    found, _ = loads.read(cell(), tmp_path, "")
+    assert (found.tokens_per_s_per_user_p50, found.itl_p90_ms, found.tokens_per_s) == (None, None, 640.5)
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [
@@ -430,7 +437,7 @@ def test_a_report_compares_both_ways_and_shows_every_cell_and_why_one_has_failed
     path, no_picture = report.write_report(tmp_path, plan, runs, ["Machine: one."])
     html = path.read_text()
     assert no_picture == "" and (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert html.count("<svg") == 2 and "launch: &lt;no room&gt;" in html and "Machine: one." in html
+    assert html.count("<svg") == 4 and "launch: &lt;no room&gt;" in html and "Machine: one." in html
     assert "[aiperf] Up to" in html and "aggregated is better" in html
     assert re.search(r"aiperf saw 0.91 to 0.9\d times the tokens/s that bireme&#39;s load saw, over 7 cells", html)
     assert f"{len(runs) - 1} of {len(runs)} cells measured, 1 failed, 0 not begun" in html
@@ -440,6 +447,27 @@ def test_a_report_of_one_way_says_what_is_missing_for_a_comparison():
     plan = plan_of(MOCKER)
     (told, _) = report.comparison(plan, runs_of(plan)[:1] * 2, "512/128") + [""]
     assert told == "[aiperf] Nothing disaggregated is in this sweep; name such a recipe as well to have both compared."
+
+
+def test_a_way_that_is_not_measured_yet_is_not_said_to_be_missing():
+    plan = plan_of(MOCKER, DISAGGREGATED, loads=["bireme"])
+    (told,) = report.comparison(plan, runs_of(plan)[:1], "512/128")
+    assert told == "[bireme] Nothing disaggregated is measured yet, so there is nothing to compare."
+
+
+def test_a_report_tells_what_was_measured_in_which_go_and_which_speeds_nobody_knows():
+    plan = plan_of(MOCKER, concurrency=[1, 4, 8], loads=["bireme"])
+    unknown = figures(tokens_per_s_per_user_p50=None)
+    runs = [
+        msgspec.structs.replace(run, state="measured", figures=unknown if at else figures(), sweep_began_at=began_at)
+        for at, (run, began_at) in enumerate(
+            zip(runs_of(plan), ["2026-11-28T01:56:05+00:00"] * 2 + ["2026-11-28T03:01:00+00:00"], strict=True)
+        )
+    ]
+    told = " ".join(report.lead_of(plan, runs, "GPU"))
+    assert "2 goes, as it was resumed: 2 cells from 2026-11-28 01:56 on, 1 cell from 2026-11-28 03:01 on" in told
+    assert "2 cells are on no front" in told
+    assert "goes" not in " ".join(report.lead_of(plan, runs[:2], "GPU"))
 
 
 def test_repeats_come_in_turns_and_what_they_differ_by_counts_as_equal():

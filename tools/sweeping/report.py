@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bireme.sizing import chart
@@ -53,9 +54,14 @@ def ways_of(runs: Sequence[Run], matrix: Matrix, lengths: str, load: str) -> dic
     return {kind: points_of(run for run in counting if run.deployment.kind == kind) for kind in kinds}
 
 
-def sentences(ways: Mapping[str, Sequence[OperatingPoint]], unit: str, equal_within: float) -> list[str]:
+def sentences(
+    ways: Mapping[str, Sequence[OperatingPoint]], unit: str, equal_within: float, planned: Container[str] = ()
+) -> list[str]:
+    """`planned`: ways that the sweep has, measured or not."""
     if len(ways) < 2:
         missing = next(kind for kind in KINDS if kind not in ways)
+        if missing in planned:
+            return [f"Nothing {missing} is measured yet, so there is nothing to compare."]
         return [f"Nothing {missing} is in this sweep; name such a recipe as well to have both compared."]
     one, other = (Way(kind, points) for kind, points in ways.items())
     return verdict(one, other, unit, equal_within)
@@ -68,7 +74,7 @@ def published_label(ways: Mapping[str, Sequence[OperatingPoint]]) -> list[str]:
     one, other, ratio = pair
     better, worse = (one, other) if one.per_gpu >= other.per_gpu else (other, one)
     return [
-        f"Published plots would have the label `{ratio:.1f}x better`: of points nearest in tokens/s a user the pair"
+        f'Published plots would have the label "{ratio:.1f}x better": of points nearest in tokens/s a user the pair'
         f" widest apart, {better.name} ({better.per_user:,.1f}) over {worse.name} ({worse.per_user:,.1f})."
     ]
 
@@ -106,10 +112,14 @@ def comparison(plan: Plan, runs: Sequence[Run], lengths: str) -> list[str]:
     """Return which way is better where, as each load has seen it."""
     unit, equal_within = unit_of(runs), max(EQUAL_WITHIN, spread_of(runs) or 0.0)
     by_load = {load: ways_of(runs, plan.matrix, lengths, load) for load in plan.matrix.loads}
+    planned = {deployment.kind for deployment in plan.deployments}
     if unit == _MIXED:
         return ["Some launches used GPUs and others none: tokens/s a GPU of the ones and of the others are no match."]
     return [
-        f"[{load}] {text}" for load, ways in by_load.items() if ways for text in sentences(ways, unit, equal_within)
+        f"[{load}] {text}"
+        for load, ways in by_load.items()
+        if ways
+        for text in sentences(ways, unit, equal_within, planned)
     ]
 
 
@@ -152,6 +162,19 @@ def lead_of(plan: Plan, runs: Sequence[Run], unit: str) -> list[str]:
     num_failed = sum(run.state == "failed" for run in runs)
     left = len(plan.cells) - num_measured - num_failed
     told = [f"{num_measured} of {len(plan.cells)} cells measured, {num_failed} failed, {left} not begun."]
+    begun = Counter(run.sweep_began_at for run in runs if run.sweep_began_at)
+    if len(begun) > 1:
+        parts = [f"{count} cell{'s' if count > 1 else ''} from {_at(at)} on" for at, count in sorted(begun.items())]
+        told.append(
+            f"Measured in {len(begun)} goes, as it was resumed: {', '.join(parts)} (UTC). The machine may"
+            " have been busier in one than in another."
+        )
+    bursts = sum(run.figures is not None and run.figures.tokens_per_s_per_user_p50 is None for run in runs)
+    if bursts:
+        told.append(
+            f"{bursts} cell{'s are' if bursts > 1 else ' is'} on no front: most of the answers came as a whole at one"
+            " time, as on a busy machine, so nobody knows their tokens/s a user. Longer answers tell more."
+        )
     if unit != "GPU":
         told.append("Tokens/s are divided by workers where no GPU is used: each counts as one GPU would.")
     limits = [
@@ -168,7 +191,8 @@ def lead_of(plan: Plan, runs: Sequence[Run], unit: str) -> list[str]:
 def _tables(plan: Plan, runs: Sequence[Run], unit: str, conditions: Sequence[str]) -> list[Section]:
     columns = [
         "what runs", "tokens", "load", "by", f"tokens/s a {unit}", "tokens/s a user", "tokens/s", f"{unit}s",
-        "requests", "TTFT p50", "p90", "p99 ms", "ITL p50", "p90", "p99 ms", "prompt", "answer",
+        "requests", "TTFT p50, ms", "p90", "p99", "ITL p50, ms", "p90", "p99", "prompt tokens", "answer tokens",
+        "begun, UTC",
     ]  # fmt: skip
     failed = [[run.cell.deployment, run.cell.lengths, run.cell.pressure, run.cell.load, run.reason] for run in runs
               if run.state == "failed"]  # fmt: skip
@@ -202,8 +226,13 @@ def _row(run: Run) -> list[str]:
         run.cell.deployment, run.cell.lengths, run.cell.pressure, run.tool, _number(run.tokens_per_s_per_gpu),
         _number(figures.tokens_per_s_per_user_p50), _number(figures.tokens_per_s), str(share.count),
         str(figures.requests), *(_number(value) for value in times),
-        _number(figures.input_tokens), _number(figures.output_tokens),
+        _number(figures.input_tokens), _number(figures.output_tokens), _at(run.began_at),
     ]  # fmt: skip
+
+
+def _at(text: str) -> str:
+    """2026-11-28T01:56:05+00:00 -> 2026-11-28 01:56"""
+    return text[:16].replace("T", " ")
 
 
 def _number(value: float | None) -> str:
@@ -244,6 +273,6 @@ def _with_pictures(page: Page, panels: Sequence[Sequence[chart.FrontPanel]], uni
     for at, row in enumerate(panels):
         old = sections[at]
         says = f"Tokens/s a {unit} against tokens/s a user; the table of fronts below has the same values"
-        picture = chart.svg(chart.draw_fronts([row], unit))
+        picture = "".join(chart.svg(chart.draw_fronts([[panel]], unit)) for panel in row)
         sections[at] = Section(old.title, old.sentences, picture, says, old.tables)
     return Page(page.title, page.lead, sections)

@@ -34,6 +34,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     tool: str = ""  # that made the load, with its version
     command: tuple[str, ...] = ()  # of the load
     began_at: str = ""
+    sweep_began_at: str = ""  # the sweep, or its resuming, in which this was measured
     seconds: float = 0.0  # with warm-up and the tool's own start
     clock: str = ""  # of the GPUs at the end
     commit: str = ""

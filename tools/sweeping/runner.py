@@ -54,6 +54,7 @@ class Sweep:
 
     def __init__(self, plan: Plan, results: Results, clocks: Clocks, stop: Stop, say: Say) -> None:
         self._plan, self._results, self._clocks, self._stop, self._say = plan, results, clocks, stop, say
+        self._began_at = _now()
         self._left = results.left(plan)
         self.estimate = Estimate(plan.matrix.expect_itl_ms)
 
@@ -91,7 +92,7 @@ class Sweep:
         """Save the cell's run; return whether the launch is good for the next."""
         share, began = base.share, time.monotonic()
         assert share is not None
-        known = msgspec.structs.replace(base, cell=cell, began_at=datetime.now(UTC).isoformat(timespec="seconds"))
+        known = msgspec.structs.replace(base, cell=cell, began_at=_now())
         folder = self._results.new_load_folder(cell)
         is_good = True
         command = loads.command(cell, launch.target, folder)
@@ -121,12 +122,17 @@ class Sweep:
         return Wait(self._stop, what, self._say)
 
     def _save(self, run: Run) -> None:
+        run = msgspec.structs.replace(run, sweep_began_at=self._began_at)
         self._results.save(run)
         self._left.remove(run.cell)
         total = len(self._plan.cells)
         told = f"[{total - len(self._left)}/{total}] {run.cell.name}: {outcome(run)}"
         left = f"; about {self.estimate.minutes(self._left):.1f} min left" if self._left else ""
         self._say(told + left)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def settle(deployment: Deployment) -> tuple[tuple[str, ...], Recipe]:
