@@ -64,13 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(plan, results)
         if options.plan:
             return GOOD
+        if options.resume:
+            results.claim()
+            results.keep(plan)
         for load in dict.fromkeys(cell.load for cell in results.left(plan)):
             if not loads.is_made(load):
                 say(f"{load}: put into {clients.ENVIRONMENTS / load}, which takes minutes at the first time")
             loads.prepare(load)
-        if options.resume:
-            results.keep(plan)
-        else:
+        if not options.resume:
             results.begin(plan)
     except ConfigError as error:
         print(f"sweep: {error}", file=sys.stderr)

@@ -305,7 +305,7 @@ def test_a_long_wait_says_now_and_then_that_it_goes_on(monkeypatch):
     monkeypatch.setattr(launch, "_TELL_S", 0.0)
     told = []
     Wait(Stop(), "a cell", told.append).pause()
-    assert told == ["a cell: 0 min so far"]
+    assert told == ["a cell: 0 s so far"]
 
 
 # GPUs
@@ -417,6 +417,25 @@ def test_a_folder_goes_on_with_what_is_not_measured(tmp_path):
         again.check_new()
     (tmp_path / "out" / "runs" / f"{plan.cells[1].slug}.json").write_text("{broken")
     assert plan.cells[1] in again.left(plan)
+
+
+def test_a_run_of_another_matrix_does_not_count_and_is_not_written_over(tmp_path):
+    results, old = Results(tmp_path), plan_of(MOCKER, loads=["bireme"])
+    results.begin(old)
+    results.save(msgspec.structs.replace(runs_of(old)[0], state="measured"))
+    assert not results.left(old)
+    longer = plan_of(MOCKER, loads=["bireme"], requests_per_stream=50)
+    assert results.left(longer) == longer.cells and results.read_all(longer) == []
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(ConfigError, match="runs of another sweep are there; name another folder"):
+        Results(tmp_path).check_new()
+
+
+def test_two_sweeps_do_not_measure_into_one_folder(tmp_path):
+    first, second = Results(tmp_path), Results(tmp_path)
+    first.begin(plan_of(MOCKER))
+    with pytest.raises(ConfigError, match="another sweep measures into it"):
+        second.claim()
 
 
 def test_what_an_earlier_try_has_exported_is_gone_before_the_next(tmp_path):

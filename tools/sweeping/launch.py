@@ -24,7 +24,7 @@ from tools.sweeping.loads import Target, environment
 from tools.sweeping.matrix import Deployment
 
 _POLL_S = 0.25
-_TELL_S = 60.0
+_TELL_S = 15.0
 _DRAIN_S, _END_S, _KILL_S = 5, 60.0, 30.0
 _ANSWER_S = 60.0  # for the first chat, and for a probe
 _SMOKE_TOKENS = 4
@@ -74,7 +74,7 @@ class Wait:
         now = time.monotonic()
         if now - self._told >= _TELL_S:
             self._told = now
-            self._say(f"{self._what}: {(now - self._began) / 60:.0f} min so far")
+            self._say(f"{self._what}: {now - self._began:.0f} s so far")
         self._stop.sleep(_POLL_S)
 
 

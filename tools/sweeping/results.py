@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -47,6 +48,7 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._runs = folder / "runs"
+        self._claim = -1  # a descriptor that is never closed
 
     def check_new(self) -> None:
         """Raises ConfigError where a sweep is there already."""
@@ -54,6 +56,8 @@ class Results:
             raise ConfigError(
                 f"--out {self.folder}: a sweep is there; --resume {self.folder} goes on with it, or name another folder"
             )
+        if any(self._runs.glob("*.json")):
+            raise ConfigError(f"--out {self.folder}: runs of another sweep are there; name another folder")
 
     def begin(self, plan: Plan) -> None:
         """Raises ConfigError."""
@@ -61,7 +65,17 @@ class Results:
             self._make_folders()
         except OSError as error:
             raise ConfigError(f"--out {self.folder}: can't be made ({error.strerror}); name another folder") from error
+        self.claim()
         self.keep(plan)
+
+    def claim(self) -> None:
+        """Keep others from measuring into the folder as long as this process lives. Raises ConfigError."""
+        self._claim = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._claim)
+            raise ConfigError(f"{self.folder}: another sweep measures into it; wait until it has ended") from error
 
     def keep(self, plan: Plan) -> None:
         write(self.folder / _PLAN, msgspec.json.format(msgspec.json.encode(plan)))
@@ -87,11 +101,12 @@ class Results:
         write(self._runs / f"{run.cell.slug}.json", msgspec.json.format(msgspec.json.encode(run)))
 
     def read(self, cell: Cell) -> Run | None:
-        """Return a cell's run; None: there is none, or none that can be read."""
+        """Return a cell's run; None: there is none, none that can be read, or one of another matrix."""
         try:
-            return msgspec.json.decode((self._runs / f"{cell.slug}.json").read_bytes(), type=Run)
+            run = msgspec.json.decode((self._runs / f"{cell.slug}.json").read_bytes(), type=Run)
         except (OSError, msgspec.DecodeError):
             return None
+        return run if run.cell == cell else None
 
     def read_all(self, plan: Plan) -> list[Run]:
         return [run for cell in plan.cells if (run := self.read(cell)) is not None]
