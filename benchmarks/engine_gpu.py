@@ -61,6 +61,7 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # model type
     "gpt-oss-20b": ("gpt_oss", (2880, 2880, 24, 64, 8, 201088), _GPT_OSS | _MXFP4),
     "gpt-oss-20b-plain": ("gpt_oss", (2880, 2880, 24, 64, 8, 201088), _GPT_OSS),  # experts in bfloat16
     "tiny": ("llama", (128, 256, 2, 8, 2, 512), {}),
+    "tiny-deep": ("llama", (128, 256, 8, 8, 2, 512), {}),  # has layers enough for an EAGLE-3 head
     "tiny-gpt-oss": ("gpt_oss", (64, 64, 2, 8, 2, 512), _GPT_OSS | {"head_dim": 16} | _MXFP4),
     "tiny-experts": ("qwen3_moe", (128, 256, 2, 8, 2, 512), {"head_dim": 16} | _FEW_EXPERTS),
 }

@@ -11,8 +11,13 @@ acceptance, forth and back. Told are
 
 Then requests come at random (Poisson), with drafts and without, as in arrivals_gpu.py.
 
+With `--head` an EAGLE-3 head of the model's shape and random weights drafts instead, and what it drafts is verified:
+`drafter` is its rounds, `seen` what it takes to keep and see what steps made, both medians. Which of its tokens are
+right is drawn as ever. `--by-passes` has it do without rounds of one launch, one pass after the other.
+
     python benchmarks/speculation_gpu.py                       # 8B shape, two minutes
     python benchmarks/speculation_gpu.py --batch 1,8 --rates 0.7 --no-arrivals
+    python benchmarks/speculation_gpu.py --head --batch 1,8,64 --rates 0.7 --no-arrivals
     python benchmarks/speculation_gpu.py --shape tiny --quick  # also without a GPU, to see that it runs
 
 The table comes first, then one line of JSON, then the aims.
@@ -29,6 +34,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +59,8 @@ AIMS = {  # acceptance -> batch -> tokens/s over those without drafts
 AIM_TPOT, AIM_TTFT = 0.75, 1.05  # under arrivals at acceptance 0.7, over those without drafts
 AIM_HOST_MS = 0.5  # between two steps with drafts, at batch 1
 ARRIVALS, ARRIVALS_ACCEPTANCE = 20.0, 0.7  # requests a second
+HEAD_AIMS = {0.7: {1: 1.75, 8: 1.6, 64: 1.35}}  # the same of a head
+HEAD_VOCABULARY = 32000  # tokens that it drafts, at most a quarter of the model's: that of published heads
 _MOST_CONTEXT = 380_000  # tokens of all streams together, that an 80 GB card has room for beside the 8B shape
 
 
@@ -70,6 +78,61 @@ class PaidDrafter(SyntheticDrafter):
         found = super().propose(most)
         self.seconds.append(time.perf_counter() - began)
         return found
+
+
+class PaidHead:
+    """The drafter of an engine with a head; which of its drafts are right is drawn."""
+
+    acceptance_rate = 0.0
+
+    def __init__(self, drafter: Any, by_passes: bool) -> None:
+        self.costs, self.num_kinds, self.own = drafter.costs, drafter.num_kinds, drafter
+        self.seconds: list[float] = []
+        self.seen: list[float] = []
+        self._propose, self._observe = drafter.propose, drafter.observe
+        drafter.propose, drafter.observe = self.propose, self.observe
+        if by_passes:
+            drafter._passes.rounds = None
+
+    def propose(self, most: Mapping[Any, int], budget: int = 0) -> dict[Any, Any]:
+        began = time.perf_counter()
+        found = self._propose(most, budget)
+        right = SyntheticDrafter(self.acceptance_rate).propose({one: len(draft.tokens) for one, draft in found.items()})
+        self.seconds.append(time.perf_counter() - began)
+        return {one: replace(draft, num_right=right[one].num_right) for one, draft in found.items()}
+
+    def observe(self, *given: Any) -> float:
+        began = time.perf_counter()
+        found: float = self._observe(*given)
+        self.seen.append(time.perf_counter() - began)
+        return found
+
+
+def write_head(folder: Path, shape: str) -> Path:
+    """Write a head for the model of that shape, as wide as its layers, of random weights; return its folder."""
+    from safetensors.torch import save_file
+
+    from bireme.engines.torch.weights.eagle_checkpoint import read_shape
+
+    base = write_config(str(folder), shape)
+    config = {name: getattr(base, name) for name in (*_SIZES, "hidden_size", "vocab_size", "rms_norm_eps")}
+    count = min(HEAD_VOCABULARY, base.vocab_size // 4)
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": count}
+    folder = folder / "head"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 500000.0}))
+    device, ids = "cuda" if torch.cuda.is_available() else "cpu", 4 * torch.arange(count)
+    tensors = {}
+    for name, size in read_shape(folder, base).tensors.items():
+        weights = torch.randn(size, dtype=torch.bfloat16, device=device) / 50 if len(size) > 1 else torch.ones(size)
+        tensors[name] = weights.to("cpu", torch.bfloat16)
+    tensors |= {"d2t": ids - torch.arange(count)}
+    tensors |= {"t2d": torch.zeros(base.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 
 
 class Watch:
@@ -126,9 +189,16 @@ class Speculating(Running):
 
     def __init__(self, folder: str, options: argparse.Namespace) -> None:
         drafts = SpeculativeConfig(decoding_type="Synthetic", max_draft_len=DRAFT, acceptance_rate=0.0)
+        if options.head:
+            head = str(write_head(Path(folder), options.shape))
+            drafts = SpeculativeConfig(decoding_type="Eagle3", max_draft_len=DRAFT, speculative_model=head)
         super().__init__(folder, options, drafts=drafts)
-        self.drafter, self.watch = PaidDrafter(), Watch(self._core)
-        self._post(lambda: setattr(self._core._parts.speculation, "drafter", self.drafter))
+        speculation, self.watch = self._core._parts.speculation, Watch(self._core)
+        self.drafter: PaidHead | PaidDrafter = PaidDrafter()
+        if options.head:
+            self.drafter = PaidHead(speculation.drafter, options.by_passes)
+        else:
+            self._post(lambda: setattr(speculation, "drafter", self.drafter))
 
     def draft(self, acceptance: float | None) -> None:
         """Have drafts be right so often, of which nothing is known yet; None: no drafts."""
@@ -140,7 +210,7 @@ class Speculating(Running):
             self.drafter.acceptance_rate = acceptance or 0.0
             plain = speculation.by_cpu or parts.costs
             costs = (plain, speculation.verifying or plain)
-            speculation.lengths = MeasuredLengths(*costs, self.drafter.num_kinds)
+            speculation.lengths = MeasuredLengths(*costs, self.drafter.num_kinds, drafting=self.drafter.costs)
             for sequence in self._core.requests.running.values():
                 if sequence.drafting is not None:
                     sequence.drafting.trials.clear()
@@ -180,7 +250,10 @@ def streams(engine: Speculating, batch: int, options: argparse.Namespace) -> lis
 
 def measured(engine: Speculating, asked: list[Any], seconds: float) -> dict[str, Any]:
     engine.counted()
-    engine.drafter.seconds, before = [], sum(len(one.times) for one in asked)
+    drafter = engine.drafter
+    drafter.seconds, before = [], sum(len(one.times) for one in asked)
+    if isinstance(drafter, PaidHead):
+        drafter.seen = []
     engine.watch.reset()
     began = time.perf_counter()
     time.sleep(seconds)
@@ -191,7 +264,8 @@ def measured(engine: Speculating, asked: list[Any], seconds: float) -> dict[str,
         "tokens_a_step": tokens / len(asked) / max(1, sum(steps.values())),
         "drafted": drafted,
         "steps": dict(steps),
-        "drafter_ms": median_ms(engine.drafter.seconds),
+        "drafter_ms": median_ms(drafter.seconds),
+        "seen_ms": median_ms(drafter.seen) if isinstance(drafter, PaidHead) else None,
         "step_ms": median_ms(engine.watch.steps),
         "host_ms": median_ms(engine.watch.hosts),
     }
@@ -204,7 +278,7 @@ def median_ms(seconds: list[float]) -> float | None:
 def merged(batch: int, acceptance: float | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of turns."""
     found: dict[str, Any] = {"batch": batch, "acceptance": acceptance, "turns": rows}
-    for name in ("tokens_per_s", "tokens_a_step", "drafter_ms", "step_ms", "host_ms"):
+    for name in ("tokens_per_s", "tokens_a_step", *_TIMES):
         known = [row[name] for row in rows if row[name] is not None]
         found[name] = round(sum(known) / len(known), 3) if known else None
     return found
@@ -228,12 +302,13 @@ def main() -> None:
 def report(rows: list[dict[str, Any]], loads: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
     print(f"{options.shape} shape, bf16, {name}, torch {torch.__version__}; drafts of {DRAFT} tokens")
-    print(f"{'batch':>5} {'right':>7} {'tokens/s':>9} {'gain':>6} {'a step':>7} {'drafter':>8} {'step':>7} {'host':>7}")
+    head = zip((*_COLUMNS, *(name.removesuffix("_ms") for name in _TIMES)), (5, 7, 9, 6, 7, 8, 7, 7, 7), strict=True)
+    print(" ".join(f"{name:>{width}}" for name, width in head))
     without = {row["batch"]: row["tokens_per_s"] for row in rows if row["acceptance"] is None}
     for row in rows:
         row["gain"] = round(row["tokens_per_s"] / max(without[row["batch"]], 1e-9), 3)
         right = "none" if row["acceptance"] is None else f"{row['acceptance']:g}"
-        times = " ".join(f"{told(row[what]):>{width}}" for what, width in zip(_TIMES, (8, 7, 7), strict=True))
+        times = " ".join(f"{told(row[what]):>{width}}" for what, width in zip(_TIMES, (8, 7, 7, 7), strict=True))
         rate, gain, a_step = row["tokens_per_s"], row["gain"], row["tokens_a_step"]
         print(f"{row['batch']:>5} {right:>7} {rate:9.1f} {gain:6.2f} {a_step:7.2f} {times}")
     for what, cell in loads.items():
@@ -242,19 +317,22 @@ def report(rows: list[dict[str, Any]], loads: dict[str, dict[str, Any]], options
     found = {"benchmark": "speculation_gpu", "device": name, "options": vars(options), "rows": rows, "loads": loads}
     print(json.dumps(found))
     if torch.cuda.is_available() and options.shape == "8b":
-        aims(rows, loads)
+        aims(rows, loads, HEAD_AIMS if options.head else AIMS)
 
 
-_TIMES = ("drafter_ms", "step_ms", "host_ms")
+_COLUMNS = ("batch", "right", "tokens/s", "gain", "a step")
+_TIMES = ("drafter_ms", "seen_ms", "step_ms", "host_ms")
 
 
 def told(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def aims(rows: list[dict[str, Any]], loads: dict[str, dict[str, Any]]) -> None:
+def aims(
+    rows: list[dict[str, Any]], loads: dict[str, dict[str, Any]], gains: Mapping[float, Mapping[int, float]]
+) -> None:
     for row in rows:
-        if (asked := AIMS.get(row["acceptance"], {}).get(row["batch"])) is not None:
+        if (asked := gains.get(row["acceptance"], {}).get(row["batch"])) is not None:
             aim(f"batch {row['batch']} at {row['acceptance']:g}, times", row["gain"], asked, row["gain"] >= asked)
         if row["batch"] == 1 and row["acceptance"] == max(AIMS) and row["host_ms"] is not None:
             aim("host between steps at batch 1, ms", row["host_ms"], AIM_HOST_MS, row["host_ms"] <= AIM_HOST_MS)
@@ -279,6 +357,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
     parser.add_argument("--arrivals-seconds", type=float, default=12.0, help="of arrivals, with drafts and without")
     parser.add_argument("--settle", type=float, default=0.4, help="seconds before each turn that are not measured")
+    parser.add_argument("--head", action="store_true", help="a head of random weights drafts")
+    parser.add_argument("--by-passes", action="store_true", help="the head's passes one after the other")
     parser.add_argument("--no-arrivals", action="store_true")
     parser.add_argument("--quick", action="store_true", help="few streams and short ones, no figures worth having")
     options = parser.parse_args()

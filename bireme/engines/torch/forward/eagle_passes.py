@@ -10,31 +10,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from bireme.engines.child.lost_device import raise_if_lost
 from bireme.engines.torch.forward.attention import AttentionStep, Extras, PagedStep
 from bireme.engines.torch.forward.batch import BatchBuilder
 from bireme.engines.torch.forward.eagle_head import EagleHead
 from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.forward import Forward
 from bireme.engines.torch.forward.opening import StepModel
-from bireme.engines.torch.forward.tapped import TappedRows
+from bireme.engines.torch.forward.tapped import TappedPlaces, TappedRows
 from bireme.engines.torch.forward.warmup import first_plans
 from bireme.engines.torch.geometry import EngineLimits, group_layers
 from bireme.engines.torch.pools.kv_store import HeadRows, KvStore
-from bireme.engines.torch.step import SchedulerOutput, Sequence
-from bireme.engines.torch.weights.eagle_bytes import KEPT_BYTES, eagle_bytes
+from bireme.engines.torch.step import DraftedSequence, SchedulerOutput, Sequence
+from bireme.engines.torch.weights.eagle_bytes import KEPT_BYTES, eagle_bytes, gpu_bytes
 from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
 from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
-from bireme.kv.blocks.block_manager import BlockManager, GroupSpec
+from bireme.kv.blocks.block_manager import BlockManager, BlockTable, GroupSpec
+from bireme.logits.rows import Row
+from bireme.messages import EngineRequest, SamplingParams
 from bireme.settings import EAGLE
+
+if TYPE_CHECKING:  # Triton's language: CUDA builds alone
+    from bireme.engines.torch.forward.eagle_rounds import EagleRounds
 
 logger = logging.getLogger("bireme.engines.torch")
 _FEW = 16  # places of a sequence, that are kept however wide a model is
+_COMPARED = 5  # places of one, that rounds are compared on
+_MOST_ERROR = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # of logits, relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +58,47 @@ class LoadedHead:
         """Return what a token's keys and values take."""
         return (self.head.geometry.row_bytes,)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Return the model's layers whose outputs it reads."""
+        return self.head.shape.taps
+
     def peak_beside(self, step: int) -> int:
         """Return what the largest step takes beyond weights and pools. `step`: that of the model alone."""
-        item = self.head.geometry.dtype.itemsize
-        return eagle_bytes(self.head.shape.widths, self.setup.limits, item).beside(step)
+        sizes = self.head.shape.widths, self.setup.limits, self.head.geometry.dtype.itemsize
+        return eagle_bytes(*sizes).beside(step) + gpu_bytes(*sizes)
 
     def open(self, forward: Forward, store: KvStore) -> EaglePasses:
-        """Have the model's steps keep what it reads, and do its first passes. `store`: has its layer, without rows."""
-        limits, rows = self.setup.limits, store.head
-        assert rows is not None
+        """Do its first passes. `forward`: its steps keep what the head reads. `store`: has its layer, without rows."""
+        limits, rows, tapped = self.setup.limits, store.head, forward.tapped
+        assert rows is not None and tapped is not None
         shape = rows.windows, rows.tokens_per_block, limits.max_batch_size, limits.max_seq_len, rows.device
         builder = BatchBuilder(*shape, uses_kernels=self.uses_kernels)
-        tapped = forward.tap(self.head.shape.taps)
-        logger.info("eagle_head_loaded taps=%s kv_mib=%d", self.head.shape.taps, rows.num_bytes >> 20)
+        logger.info("eagle_head_loaded taps=%s kv_mib=%d", self.taps, rows.num_bytes >> 20)
         passes = EaglePasses(self.head, rows, builder, forward.decoder.embed, tapped, limits, forward.flash)
+        if forward.verifying is not None and tapped.places is not None:
+            try:
+                forward.rounds = passes.rounds = self._open_rounds(forward, passes, rows, tapped.places)
+            except Exception as error:  # a head's passes are launched kernel by kernel
+                raise_if_lost(error, "the first rounds of a head's drafts")
+                logger.warning("rounds_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
         num_blocks = len(rows.keys[0]) // rows.tokens_per_block - 1
         of_start = BlockManager([GroupSpec(0, num_blocks)], rows.tokens_per_block, enable_reuse=False)
         for plan in first_plans(of_start, store, limits, self.uses_kernels):
             passes.compute(plan, self.head.fuse(self.head.fc.new_zeros(plan.num_tokens, self.head.fc.shape[1])))
         return passes
+
+    def _open_rounds(self, forward: Forward, passes: EaglePasses, store: HeadRows, places: TappedPlaces) -> EagleRounds:
+        """Return them, compared with passes of plain torch. Raises RuntimeError."""
+        from bireme.engines.torch.forward.eagle_rounds import EagleRounds
+
+        assert forward.resident is not None
+        weights, own = forward.resident.decoder.weights, self.head.embeddings
+        embeddings, scale = (weights.embeddings, forward.resident.decoder.scale) if own is None else (own, 1.0)
+        has_graphs = self.setup.config.cuda_graph_config is not None and store.device.type == "cuda"
+        rounds = EagleRounds(self.head, store, places, embeddings, scale, self.setup.limits, has_graphs)
+        passes.compare(rounds, places, self.setup.limits.max_draft_len)
+        return rounds
 
 
 class EaglePasses:
@@ -93,6 +123,10 @@ class EaglePasses:
         self.most_rows = limits.max_num_tokens  # of a pass
         held = KEPT_BYTES // (row_bytes * limits.max_batch_size)
         self.most_unseen = min(max(_FEW, held), self.most_rows)  # places of a sequence, that may be kept
+        self.places = tapped.places  # None: what the model makes is kept of its last step alone
+        self.rounds: EagleRounds | None = None
+        if tapped.places is not None:  # a step's rows are there before anybody counts them, and those of one ahead
+            self.most_unseen = tapped.places.num_places - limits.max_draft_len - 2
         self._make_step: Any = PagedStep
         if builder.uses_kernels:
             from bireme.engines.torch.forward.kernel_step import KernelStep
@@ -107,9 +141,12 @@ class EaglePasses:
     def vocab_size(self) -> int:
         return self._head.shape.vocab_size
 
-    def taps(self) -> list[Tensor]:
-        """Return what the model made of its last step, which later steps leave as it is: (rows, b) of each layer."""
-        return self._tapped.parts()
+    def taps(self, num_rows: int) -> list[Tensor]:
+        """Return what the model made of its last step of so many rows, (rows, b) of each layer.
+
+        On a CPU later steps leave it as it is.
+        """
+        return self._tapped.parts(num_rows)
 
     def fused(self, unseen: list[tuple[list[Tensor], slice]]) -> Tensor:
         """Return what the head reads of rows of several steps, (rows, h). `unseen`: `taps` and which rows of them."""
@@ -134,6 +171,32 @@ class EaglePasses:
             whole = torch.full((len(logits), self.vocab_size), -torch.inf, device=logits.device)
             whole[:, self._head.base_ids] = logits.float()
         return batch.sampled, x, whole
+
+    def compare(self, rounds: EagleRounds, places: TappedPlaces, length: int) -> None:
+        """Compare a round of `length` tokens with passes of these. Nobody has a block yet. Raises RuntimeError."""
+        count, size = _COMPARED, self._store.tokens_per_block
+        table = BlockTable([list(range(1, 2 + (count + length) // size))], [], [], b"", 0, "", "")
+        request = EngineRequest(prompt=b"", sampling=SamplingParams())
+        tokens = [at % self.vocab_size for at in range(7, 7 + count)]
+        own = Sequence((0, 0), request, tokens, count, 1, frozenset(), 0.0, table)
+        own.slot, own.mirrored = 0, [0]
+        follower = DraftedSequence(own, Row(SamplingParams(), (), (), (), self.vocab_size))
+        cells = slice(0, count)
+        generator = torch.Generator().manual_seed(1)
+        places.rows[cells] = torch.randn(count, places.rows.shape[1], generator=generator).to(places.rows)
+        follower.add(places.parts, cells)
+        (drafted,) = rounds.draft([(follower, length)])
+        _, hidden, logits = self.compute(SchedulerOutput(chunks=[(own, count)]), self.fused(follower.unseen))
+        own.computed = count
+        for token in drafted[:-1]:
+            own.tokens.append(token)
+            _, hidden, logits = self.compute(SchedulerOutput(decodes=[own]), hidden)
+            own.computed += 1
+        places.rows[cells] = 0
+        expected = logits[:, self._head.base_ids]
+        error = float((rounds.logits[:1] - expected).norm() / expected.norm())
+        if len(drafted) < length or not error <= _MOST_ERROR.get(places.rows.dtype, _MOST_ERROR[torch.bfloat16]):
+            raise RuntimeError(f"its logits after {length} passes are {error:.3g} off what plain torch makes")
 
     def _attend(self, step: AttentionStep, qkv: Tensor, positions: Tensor) -> Tensor:
         shape = self._head.shape

@@ -14,7 +14,13 @@
 | GPU | the same | one short chunk alone | `prompt_graph`: PromptGraphs of the modules |
 | GPU | the same | any other | `modules`: transformers' own, attention by KernelStep |
 
-Where layers' outputs are kept (`tapped.py`), a GPU's steps are those of the last row of their model.
+Where layers' outputs are kept (`tapped.py`), a GPU's steps of models that the fused decoder does not have are those of
+the last row. A head's own passes on a GPU (`eagle_passes.py`):
+
+| its sequences | path |
+|---|---|
+| draft, and have few places that it has not seen; no bias, bans | EagleRounds: all passes of a round are one graph |
+| others, prompts, models that the fused decoder does not have | plain torch and KernelStep, kernel by kernel |
 
 What attends to prompts' chunks in steps of the last row, and of `modules` on a GPU, kernel by kernel:
 
@@ -34,7 +40,6 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,6 +54,7 @@ from bireme.engines.torch.step import Batch, SchedulerOutput
 from bireme.engines.torch.storage import WeightForm
 
 if TYPE_CHECKING:  # Triton's language comes with CUDA builds alone
+    from bireme.engines.torch.forward.eagle_rounds import EagleRounds
     from bireme.engines.torch.forward.flight import Flight
     from bireme.engines.torch.forward.mixed_steps import MixedSteps
     from bireme.engines.torch.forward.resident_decode import ResidentDecode, RowOf
@@ -120,6 +126,7 @@ class Forward:
         self.resident: ResidentDecode | None = None
         self.verifying: ResidentDecode | None = None  # of an engine that has drafts
         self.mixed: MixedSteps | None = None
+        self.rounds: EagleRounds | None = None  # of a head that drafts
         self.graphs: dict[StepPath, Graphs] = {}
         self._path = StepPath.MODULES  # the decoder's
         self._last_step: torch.cuda.Event | None = None  # of which nothing was read back
@@ -140,16 +147,13 @@ class Forward:
         """Have a decoder of ours compute the steps, in place of the model's modules."""
         self._path, self.decoder, self.builder = path, decoder, builder
 
-    def tap(self, layers: Sequence[int]) -> TappedRows:
-        """Have steps keep the outputs of these layers. On a GPU they are launched kernel by kernel from then on.
+    def tap(self, tapped: TappedRows) -> None:
+        """Have the decoder's steps keep their layers' outputs. Raises ConfigError where the layers can't be told apart.
 
-        Raises ConfigError where the model's layers can't be told apart.
+        The fused decoder's graphs keep them as well, if it has been asked before they are made.
         """
-        self.tapped = TappedRows(layers)
-        self.decoder.tap(self.tapped)
-        self.resident = self.verifying = self.mixed = None
-        self.graphs.clear()
-        return self.tapped
+        self.tapped = tapped
+        self.decoder.tap(tapped)
 
     def begin(self) -> None:
         """Make what CUDA's libraries have a thread make at its first product, of the thread that computes steps."""
@@ -189,7 +193,8 @@ class Forward:
         """Have each form of the kernels compiled, and then make graphs that the first requests need, as many as so many
         seconds are enough for.
         """
-        sized = [steps.graphs for steps in (self.mixed, self.resident, self.verifying) if steps is not None]
+        steps = (self.mixed, self.resident, self.verifying, self.rounds)
+        sized = [each.graphs for each in steps if each is not None]
         for graphs in sized:
             graphs.compile_forms()
         began, waiting, count, longest = time.monotonic(), list(sized), 0, 0.0
@@ -207,7 +212,7 @@ class Forward:
 
     def make_next_graph(self) -> bool:
         """Make a graph that later steps will want, while nothing runs; False: there is none left."""
-        makers: list[Any] = [self.mixed, self.resident, self.verifying, *self.graphs.values()]
+        makers: list[Any] = [self.mixed, self.resident, self.verifying, self.rounds, *self.graphs.values()]
         return any(maker.make_next_graph() for maker in makers if maker is not None)
 
     def keep_pace(self) -> None:

@@ -15,7 +15,7 @@ from bireme.engines.torch.forward.decode_state import DecodeState
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.kernel_step import attend_stored
-from bireme.engines.torch.forward.products import products_for
+from bireme.engines.torch.forward.products import ManyRows, products_for
 from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.kernels.chunk_attention import chunk_attention
 from bireme.engines.torch.kernels.decode_attention import decode_attention
@@ -38,16 +38,19 @@ class FusedDecoder:
         self._windows = [store.windows[group] for group in store.group_of]
         kinds = [_kind(layer, window) for layer, window in zip(weights.layers, self._windows, strict=True)]
         self.num_kinds = 1 + max(kinds.index(kind) for kind in kinds)  # layers in which are all kinds, the first ones
-        self._scale = float(torch.tensor(weights.embed_scale).to(store.dtype))  # as transformers rounds it
+        self.scale = float(torch.tensor(weights.embed_scale).to(store.dtype))  # as transformers rounds it
         self._tapped: TappedRows | None = None
 
     def tap(self, tapped: TappedRows) -> None:
-        """Have `compute` keep the layers' outputs from now on."""
+        """Have steps keep the layers' outputs from now on: those of `compute` and of prompts' tokens row by row, decode
+        steps by `tapped.places`, which there are.
+        """
+        assert tapped.places is not None
         self._tapped = tapped
 
     def embed(self, ids: Tensor) -> Tensor:
         x = F.embedding(ids, self.weights.embeddings)
-        return x if self._scale == 1 else x.mul_(self._scale)
+        return x if self.scale == 1 else x.mul_(self.scale)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, batch: Batch) -> Tensor:
@@ -81,10 +84,9 @@ class FusedDecoder:
             attended = attend_stored(group, query, key, value, keys, values, size, extras, self._flash, scales)
             products.add_output(layer, attended.flatten(1))
             products.add_mlp(layer)
-            if self._tapped is not None and index in self._tapped.layers:
-                self._tapped.keep(index, products.rows().clone())  # what is added next is added in place
+            self._keep(index, products, None)
         x = products.rows()
-        logits = _logits(rms_norm(x[batch.logits_rows], weights.norm, eps), weights.head)
+        logits = logits_of(rms_norm(x[batch.logits_rows], weights.norm, eps), weights.head)
         return cap(logits, weights.softcap) if weights.softcap else logits
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -95,8 +97,8 @@ class FusedDecoder:
         """
         weights, store, is_one = self.weights, self._store, rows == 1
         (steps, parts), logits, eps = state.views(state.told, rows), state.logits[:rows], weights.eps
-        x = begin_step(steps, state.tables, state.last, weights.embeddings, self._scale)
-        products = products_for(weights, x, is_decode=True)
+        x = begin_step(steps, state.tables, state.last, weights.embeddings, self.scale)
+        products, cells = products_for(weights, x, is_decode=True), self._cells(steps)
         for index, layer in enumerate(weights.layers[:num_layers]):
             attended = decode_attention(
                 products.qkv(layer),
@@ -116,11 +118,12 @@ class FusedDecoder:
             )
             products.add_output(layer, attended)
             products.add_mlp(layer)
+            self._keep(index, products, cells)
         x = products.rows()
         if is_one:
             one_row_linear(x, weights.head, None, weights.norm, eps, out=logits)
         else:
-            _logits(rms_norm(x, weights.norm, eps), weights.head, logits)
+            logits_of(rms_norm(x, weights.norm, eps), weights.head, logits)
         return cap(logits, weights.softcap) if weights.softcap else logits
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -140,7 +143,7 @@ class FusedDecoder:
         """
         weights, store, eps, size = self.weights, self._store, self.weights.eps, self._store.tokens_per_block
         heads = weights.num_heads
-        x = begin_step(steps, state.tables, state.last, weights.embeddings, self._scale)
+        x = begin_step(steps, state.tables, state.last, weights.embeddings, self.scale)
         slots, positions = steps[:, SLOT].contiguous(), steps[:, POSITION].contiguous()
         blocks = state.tables[:, slots, positions // size]
         pool_rows = blocks * size + positions % size  # (groups, R)
@@ -148,6 +151,7 @@ class FusedDecoder:
             len(x), heads * weights.layers[0].rotary.cos_sin.shape[1], dtype=x.dtype, device=x.device
         )
         products = products_for(weights, x, is_decode=tiles is None)
+        cells = self._cells(steps) if tiles is None else None
         for index, layer in enumerate(weights.layers[:num_layers]):
             group, keys, values, scales = (
                 store.group_of[index],
@@ -171,9 +175,27 @@ class FusedDecoder:
                 chunk_attention(turned, tiles, table, keys, values, attended, *settings, scales)
             products.add_output(layer, attended)
             products.add_mlp(layer)
+            self._keep(index, products, cells)
         x = products.rows() if wanted is None else products.rows()[wanted]
-        logits = _logits(rms_norm(x, weights.norm, eps), weights.head, state.logits[: len(x)])
+        logits = logits_of(rms_norm(x, weights.norm, eps), weights.head, state.logits[: len(x)])
         return cap(logits, weights.softcap) if weights.softcap else logits
+
+    def _cells(self, steps: Tensor) -> Tensor | None:
+        """Return where rows' layers' outputs go, (R,); None: they are not kept."""
+        if self._tapped is None or self._tapped.places is None:
+            return None
+        cells: Tensor = self._tapped.places.cells(steps[:, SLOT], steps[:, POSITION]).long()
+        return cells
+
+    def _keep(self, index: int, products: ManyRows, cells: Tensor | None) -> None:
+        """Keep a layer's outputs where steps are to. `cells` None: row by row."""
+        tapped = self._tapped
+        if tapped is None or (number := tapped.number_of.get(index)) is None:
+            return
+        if cells is None:
+            tapped.keep(index, products.rows(), is_changed=True)
+        elif tapped.places is not None:
+            tapped.places.put(number, cells, products.rows())
 
 
 def _kind(layer: DecoderLayer, window: int) -> tuple[Any, ...]:
@@ -185,7 +207,7 @@ def _kind(layer: DecoderLayer, window: int) -> tuple[Any, ...]:
     return window, layer.softcap, absent, shapes
 
 
-def _logits(x: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+def logits_of(x: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the product in float32: bfloat16 would round it once more, and change what is drawn."""
     if x.is_cuda and x.dtype is not torch.float32:
         return torch.mm(x, head.t(), out_dtype=torch.float32, out=out)

@@ -21,6 +21,7 @@ from bireme.engines.torch.forward.forward import Forward, StepPath
 from bireme.engines.torch.forward.kept_weights import kept_weights
 from bireme.engines.torch.forward.modules import Modules, peak_bytes, probe, route_attention
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
+from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.forward.warmup import (
     FirstPasses,
     check_mixed,
@@ -31,6 +32,7 @@ from bireme.engines.torch.forward.warmup import (
 from bireme.engines.torch.geometry import EngineLimits, KvScales, LayerGeometry
 from bireme.engines.torch.pools.kv_store import KvStore
 from bireme.engines.torch.storage import WeightForm
+from bireme.engines.torch.weights.eagle_bytes import places_of
 from bireme.engines.torch.weights.limits import (
     FP8,
     FP8_REMEDY,
@@ -121,20 +123,31 @@ def _scaled(geometry: list[LayerGeometry], scales: Sequence[KvScales] | None) ->
     return [replace(layer, scales=own) for layer, own in zip(geometry, scales, strict=True)]
 
 
-def open_forward(setup: Setup, model: StepModel, store: KvStore, manager: BlockManager, is_shared: bool) -> Forward:
-    """Return it with its decoder. `is_shared`: other engines map the same weights."""
+def open_forward(
+    setup: Setup,
+    model: StepModel,
+    store: KvStore,
+    manager: BlockManager,
+    is_shared: bool,
+    taps: Sequence[int] = (),
+) -> Forward:
+    """Return it with its decoder. `is_shared`: other engines map the same weights. `taps`: layers whose outputs steps
+    are to keep. Raises ConfigError where the model's layers can't be told apart.
+    """
     flash = open_flash_attention(model.geometry, model.num_heads, store.device)
     forward = Forward(Modules(model.modules, store, model.uses_kernels, flash), _builder(setup, model, store), flash)
     on = FirstPasses(forward, manager, store, setup.limits, setup.findings)
     try:
         if model.fused is not None:
-            _use_fused(setup, model, model.fused, on)
+            _use_fused(setup, model, model.fused, on, taps)
         elif model.aim is StepPath.PACKED:
             _use_packed(setup, model, on, is_shared)
     except Exception as error:  # whatever is wrong with it on this machine: the model's own modules still run
         raise_if_lost(error, f"the first passes of the {model.aim} decoder")
         setup.findings.doubt()
         logger.warning("fused_off reason=%s: %s", type(error).__name__, str(error).partition("\n")[0])
+    if taps and forward.tapped is None:
+        forward.tap(TappedRows(taps))
     forward.form = model.form
     if isinstance(forward.decoder, PackedDecoder) and not is_shared:
         _pack(setup, model, forward, forward.decoder)
@@ -183,7 +196,7 @@ def _use_packed(setup: Setup, model: StepModel, on: FirstPasses, is_shared: bool
     on.forward.use(StepPath.PACKED, decoder, builder)
 
 
-def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: FirstPasses) -> None:
+def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: FirstPasses, taps: Sequence[int]) -> None:
     from bireme.engines.torch.forward.decode_graphs import bucket_sizes, graph_sizes, verify_sizes
     from bireme.engines.torch.forward.decode_state import DecodeState
     from bireme.engines.torch.forward.fused_decoder import FusedDecoder
@@ -198,9 +211,13 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
         FusedDecoder(weights, store, on.forward.flash),
         DecodeState(weights, store, most, on.limits.most_blocks, max(most, most_verified), on.limits.max_draft_len),
     )
+    tapped = _hold(taps, weights, on.limits) if taps else None
+    if tapped is not None:
+        decoder.tap(tapped)  # before there are graphs
     resident = ResidentDecode(decoder, state, model.vocab_size, sizes, graphs, is_padded)
     check_resident(resident, on)
     on.forward.use(StepPath.FUSED, decoder, on.forward.builder)
+    on.forward.tapped = tapped
     on.forward.resident = resident
     if most_verified:
         sizes = verify_sizes(most_verified)
@@ -225,6 +242,14 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
             on.forward.mixed = mixed
 
 
+def _hold(taps: Sequence[int], weights: DecoderWeights, limits: EngineLimits) -> TappedRows:
+    embeddings, tapped = weights.embeddings, TappedRows(taps)
+    width = embeddings.shape[1]
+    count = places_of(limits, len(taps) * width * embeddings.element_size())
+    tapped.hold(limits.max_batch_size, count, width, embeddings.dtype, embeddings.device)
+    return tapped
+
+
 def add_graphs(setup: Setup, model: StepModel, forward: Forward, store: KvStore) -> None:
     """Make graphs of the modules' decode steps, and have those of prompts made while nothing runs."""
     config = setup.config.cuda_graph_config
@@ -232,6 +257,8 @@ def add_graphs(setup: Setup, model: StepModel, forward: Forward, store: KvStore)
         return
     from bireme.engines.torch.forward.prompt_graphs import PromptGraphs
 
+    if forward.resident is None and forward.tapped is not None:
+        return  # what modules' layers give is read by hooks, which a graph does not run
     if forward.resident is None and not _add_decode_graphs(setup.limits, config, model, forward, store):
         return
     if config.enable_padding:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -62,10 +63,18 @@ def _drafts_of(plan: step.SchedulerOutput) -> Ints:
     return np.array([places.get(one, (0, 0)) for one in plan.decodes], dtype=np.int32)
 
 
+class SlotTables(Protocol):
+    """What a GPU has of the requests by their slots."""
+
+    told: Tensor
+    tables: Tensor  # (groups, slots, columns) int32: block ids
+    requests: Tensor  # (slots, 7) int32: `request_columns`
+
+
 class ResidentTables:
     """Tells the GPU of requests that are new there, and of their new blocks."""
 
-    def __init__(self, state: DecodeState) -> None:
+    def __init__(self, state: SlotTables) -> None:
         self._state = state
 
     def tell(self, steps: Ints, rows: Sequence[tuple[int, step.Sequence]], row_of: RowOf) -> None:

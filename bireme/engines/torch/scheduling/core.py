@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from bireme.engines.torch.scheduling.pace import StepPace
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
+from bireme.engines.torch.scheduling.speculation.eagle import StepPlace
 from bireme.engines.torch.scheduling.speculation.verification import Draw, deliver_verified
 from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.engines.torch.scheduling.step_ranges import step_range
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # Triton's language: CUDA builds alone
 
 logger = logging.getLogger("bireme.engines.torch")
 
+_BY_PLACE = (StepPath.RESIDENT, StepPath.VERIFY)  # whose steps put layers' outputs there (`TappedPlaces`)
 MAX_FAILED_STEPS = 3  # in a row: then the engine is at fault, not a request
 
 
@@ -57,6 +59,7 @@ class _Started:
     work: StepWork
     scheduled: ScheduledRequests | None  # where steps are recorded
     needs_host: bool = False  # the next step needs what is chosen here
+    places: list[StepPlace] = field(default_factory=list)  # what a drafter is told of it
     choice: LateChoice | None = None  # once what its late rows choose from is known
 
 
@@ -204,7 +207,10 @@ class EngineCore:
             return
         if self._parts.forward.resident_for(plan) is not None:
             self._run_resident(plan, began)
-        elif (computed := self._compute(plan)) is not None:
+            return
+        speculation = self._parts.speculation
+        places = speculation.places_of(plan) if speculation is not None else []
+        if (computed := self._compute(plan)) is not None:
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
             work = StepWork.of(plan)
             with self._range("sample"):
@@ -214,7 +220,9 @@ class EngineCore:
             if plan.chunks:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
             num_tokens = self._deliver(plan, sequences, sampled, now, partial(self._draw, computed))
-            self._observe(plan, computed, work)
+            if speculation is not None:
+                speculation.landed(work)
+                speculation.observe(plan, places)
             ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
             self._landed(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
@@ -239,11 +247,6 @@ class EngineCore:
         with self._range("verify"):
             advance = partial(self._computed, count=1)
             return deliver_verified(plan, sequences, sampled, now, draw, self._delivery, speculation, advance)
-
-    def _observe(self, plan: SchedulerOutput, computed: Computed, work: StepWork) -> None:
-        if self._parts.speculation is not None:
-            self._parts.speculation.landed(work)
-            self._parts.speculation.observe(plan, computed.batch)
 
     def _draw(self, computed: Computed, sequences: list[Sequence], rows: list[int]) -> Sampled:
         return self._parts.sampler.sample(computed.logits[rows], [one.key for one in sequences])
@@ -339,7 +342,8 @@ class EngineCore:
         chosen, sampler = self._parts.forward.resident_for(plan), self._parts.sampler
         assert chosen is not None
         path, resident = chosen
-        work = StepWork.of(plan)
+        work, speculation = StepWork.of(plan), self._parts.speculation
+        places = speculation.places_of(plan, ahead) if speculation is not None else []
         with self._range(f"start {path}"):
             flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
@@ -348,9 +352,9 @@ class EngineCore:
             self._late.needs_host(batch)
             or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
             or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
-            or (self._parts.speculation is not None and self._parts.speculation.is_hopeful(plan))
+            or (speculation is not None and (speculation.is_hopeful(plan) or speculation.wants_rows(plan)))
         )
-        return _Started(path, plan, batch, flight, began, work, scheduled, needs_host)
+        return _Started(path, plan, batch, flight, began, work, scheduled, needs_host, places)
 
     def _choose(self, started: _Started) -> LateChoice:
         with self._range("choose"):
@@ -374,6 +378,8 @@ class EngineCore:
         delivered = self._deliver(plan, started.batch, sampled, now, partial(self._late.draw, started.flight))
         if plan.drafts:
             num_tokens = delivered
+        if self._parts.speculation is not None and (self._started is None or not plan.chunks):
+            self._parts.speculation.observe(plan, started.places, started.path in _BY_PLACE)
         seconds = now - max(started.began_at, self._landed_at)
         self._parts.accounts.stepped(started.path, seconds, num_tokens)
         self._landed(plan, started.work, started.began_at, now)

@@ -12,7 +12,7 @@ sequence from the first block on of which it knows all: drafts are worse, and no
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from bireme.engines.torch.forward.eagle_passes import EaglePasses
 from bireme.engines.torch.scheduling.speculation.drafter import PassCosts, drafting_of
 from bireme.engines.torch.scheduling.speculation.followers import GROUP, SeenBlocks, follow
 from bireme.engines.torch.scheduling.step_costs import StepWork
-from bireme.engines.torch.step import Batch, Draft, DraftedSequence, SchedulerOutput, SequenceStatus
+from bireme.engines.torch.step import Draft, DraftedSequence, SchedulerOutput, SequenceStatus
 from bireme.engines.torch.step import Sequence as OpenSequence
 from bireme.kv.blocks.block_pool import BlockPool
 from bireme.logits.sampler import NO_TOKEN, Sampler
+
+StepPlace = tuple[OpenSequence, int, list[int]]  # its first place in a step, its rows there
 
 
 class EagleDrafter:
@@ -53,18 +55,26 @@ class EagleDrafter:
         is_whole = follower.num_verified + follower.num_unseen == len(sequence.tokens) - 1
         return self._max_seq_len - len(sequence.tokens) if is_whole else 0
 
-    def observe(self, plan: SchedulerOutput, batch: Batch) -> float:
+    def observe(self, plan: SchedulerOutput, places: Sequence[StepPlace], is_in_places: bool) -> float:
         """Keep what the model made of a step whose tokens have been delivered, until a draft is wanted.
 
+        `places`: `places_of`, when the step began. `is_in_places`: the step itself has put its rows there.
         The head sees prompts at once, so that a cached prefix of theirs serves others. Nobody has to tell it of all
         steps: behind a gap it sees a sequence anew. Returns the seconds that its pass took.
         """
         used: dict[OpenSequence, list[int]] = {}
-        for sequence, first, rows in _places(plan, batch):
+        for sequence, first, rows in places:
             if _is_going_on(sequence, first):
                 follower = self._advance(sequence, first)
                 used[sequence] = rows[max(0, follower.num_verified - first) : sequence.computed - first]
-        self._keep(plan, {one: rows for one, rows in used.items() if rows})
+        kept, num_rows = {one: rows for one, rows in used.items() if rows}, sum(len(rows) for *_, rows in places)
+        if self._passes.places is not None:
+            prompts = {one for one, _ in plan.chunks}
+            going_on = {one: rows for one, rows in kept.items() if one not in prompts}
+            self._place(going_on, None if is_in_places else self._passes.taps(num_rows))
+            kept = {one: rows for one, rows in kept.items() if one in prompts}
+        if kept:
+            self._keep(plan, kept, self._passes.taps(num_rows))
         if not (seen := self._due(used, {one for one, _ in plan.chunks if used.get(one)})):
             return 0.0
         began = self.costs.now()
@@ -87,13 +97,13 @@ class EagleDrafter:
                 drafting_of(sequence).follower = None
         return due
 
-    def _keep(self, plan: SchedulerOutput, used: Mapping[OpenSequence, list[int]]) -> None:
+    def _keep(self, plan: SchedulerOutput, used: Mapping[OpenSequence, list[int]], taps: list[Tensor]) -> None:
         """Add these rows of the step to what the head has not seen.
 
         A sequence's are held together with others'. So those of prompts, and of drafts, of which a step has many and
         which are mostly seen soon, are apart from those of sequences that may rest.
         """
-        taps, prompts = self._passes.taps(), {one for one, _ in plan.chunks}
+        prompts = {one for one, _ in plan.chunks}
         if not plan.drafts and not plan.chunks:
             for one, (at,) in used.items():
                 _follower_of(one).add(taps, slice(at, at + 1))
@@ -106,6 +116,25 @@ class EagleDrafter:
             parts, begin = [part[index] for part in taps], 0
             for one in some:
                 _follower_of(one).add(parts, slice(begin, begin := begin + len(used[one])))
+
+    def _place(self, used: Mapping[OpenSequence, list[int]], taps: list[Tensor] | None) -> None:
+        """Add these rows of the step, of sequences that decode, as they lie by place.
+
+        `taps`: of the step, which are to be put there; None: it has done that itself.
+        """
+        places = self._passes.places
+        assert places is not None
+        cells: list[int] = []
+        for one, rows in used.items():
+            follower = _follower_of(one)
+            for own in places.slices(one.slot, follower.num_verified + follower.num_unseen, len(rows)):
+                follower.add(places.parts, own)
+                cells += range(own.start, own.stop)
+        if taps is not None and cells:
+            rows_of = [at for rows in used.values() for at in rows]
+            to, index = torch.tensor([cells, rows_of], device=self._passes.device)
+            for number, part in enumerate(taps):
+                places.put(number, to, part[index])
 
     def _advance(self, sequence: OpenSequence, first: int) -> DraftedSequence:
         """Return the sequence as the head has it, whose rows end before the place `first`."""
@@ -133,6 +162,46 @@ class EagleDrafter:
                 ready[one], left = follower, left - follower.num_unseen
         if not ready:
             return {}
+        at_once = self._fitting(ready)
+        drafted = self._draft_at_once(at_once, most) if at_once else {}
+        if others := {one: follower for one, follower in ready.items() if one not in at_once}:
+            drafted |= self._draft_by_passes(others, most)
+        return {one: Draft(tokens) for one, tokens in drafted.items() if tokens}
+
+    def _fitting(self, ready: Mapping[OpenSequence, DraftedSequence]) -> dict[OpenSequence, DraftedSequence]:
+        """Return those whose round is one launch: few places are unseen, which lie by place, and nothing is edited."""
+        rounds, found = self._passes.rounds, dict[OpenSequence, DraftedSequence]()
+        if rounds is not None:
+            left, parts = rounds.most_rows, rounds.places.parts
+            for one, follower in ready.items():
+                fits = follower.num_unseen <= left and not follower.row.is_always_edited
+                if fits and len(found) < rounds.most_sequences and all(part is parts for part, _ in follower.unseen):
+                    found[one] = follower
+                    left -= follower.num_unseen
+        return found
+
+    def _draft_at_once(
+        self, followers: Mapping[OpenSequence, DraftedSequence], most: Mapping[OpenSequence, int]
+    ) -> dict[OpenSequence, list[int]]:
+        rounds, began = self._passes.rounds, self.costs.now()
+        assert rounds is not None
+        for one, follower in followers.items():
+            self._begin(one, follower, most[one])
+            follower.row.go_to(one.num_output)
+        drafted = rounds.draft([(follower, most[one]) for one, follower in followers.items()])
+        works = []
+        for place in range(max(most[one] for one in followers)):
+            going = [follower.own for one, follower in followers.items() if most[one] > place]
+            works.append(StepWork(len(going), 0, sum(own.computed for own in going)))
+        self.costs.landed(works, self.costs.now() - began)
+        for follower in followers.values():
+            follower.own.computed += follower.num_unseen
+            self._seen(follower)
+        return dict(zip(followers, drafted, strict=True))
+
+    def _draft_by_passes(
+        self, ready: Mapping[OpenSequence, DraftedSequence], most: Mapping[OpenSequence, int]
+    ) -> dict[OpenSequence, list[int]]:
         drafted: dict[OpenSequence, list[int]] = {one: [] for one in ready}
         began, work = self.costs.now(), self._see(ready, most)
         going = self._draw(ready, drafted)
@@ -141,18 +210,29 @@ class EagleDrafter:
             began, work = self.costs.now(), self._go_on(going, drafted)
             going = self._draw(going, drafted)
             self.costs.passed(work, began)
-        return {one: Draft(tokens) for one, tokens in drafted.items() if tokens}
+        return drafted
+
+    def _begin(self, one: OpenSequence, follower: DraftedSequence, most: int) -> None:
+        """Have the head's sequence end with who follows its last unseen place; `most` tokens are to be drafted."""
+        own = follower.own
+        own.computed = follower.num_verified - follower.base
+        own.tokens = one.tokens[follower.base + 1 :][: own.computed + follower.num_unseen]
+        own.table.blocks[0] = one.table.blocks[GROUP][follower.base // self._size :]
+        self._blocks.forget(own.table.blocks[0], own.computed, len(own.tokens) + most)
+
+    def _seen(self, follower: DraftedSequence) -> None:
+        """All that was kept of it has been computed."""
+        own, first, follower.unseen, follower.num_unseen = follower.own, follower.num_verified, [], 0
+        follower.num_verified = follower.base + own.computed
+        if not follower.base:
+            self._blocks.remember(own.table.blocks[0], first, own.computed)
 
     def _see(self, followers: Mapping[OpenSequence, DraftedSequence], most: Mapping[OpenSequence, int]) -> StepWork:
         """Do the pass of all places that were kept; drafts of `most` tokens are to follow."""
         plan = SchedulerOutput()
         for one, follower in followers.items():
-            own, begin = follower.own, follower.base // self._size
-            own.computed = follower.num_verified - follower.base
-            own.tokens = one.tokens[follower.base + 1 :][: own.computed + follower.num_unseen]  # who follows each place
-            own.table.blocks[0] = one.table.blocks[GROUP][begin:]
-            self._blocks.forget(own.table.blocks[0], own.computed, len(own.tokens) + most[one])
-            if own.num_pending == 1:
+            self._begin(one, follower, most[one])
+            if (own := follower.own).num_pending == 1:
                 plan.decodes.append(own)
             else:
                 plan.chunks.append((own, own.num_pending))
@@ -160,10 +240,7 @@ class EagleDrafter:
         work = StepWork.of(plan)
         self._compute(plan, by_own, self._passes.fused([part for own in plan.sequences for part in by_own[own].unseen]))
         for follower in followers.values():
-            own, first, follower.unseen, follower.num_unseen = follower.own, follower.num_verified, [], 0
-            follower.num_verified = follower.base + own.computed
-            if not follower.base:
-                self._blocks.remember(own.table.blocks[0], first, own.computed)
+            self._seen(follower)
         return work
 
     def _go_on(
@@ -213,12 +290,13 @@ def _is_going_on(sequence: OpenSequence, first: int) -> bool:
     return sequence.state is SequenceStatus.RUNNING and sequence.pictures is None and sequence.computed > first
 
 
-def _places(plan: SchedulerOutput, batch: Batch) -> Iterable[tuple[OpenSequence, int, list[int]]]:
-    """Return of each sequence of a step that has been delivered its first place there, and its rows."""
-    if not plan.drafts and not plan.chunks:
-        return [(one, one.computed - 1, [at]) for at, one in enumerate(plan.decodes)]
-    positions = batch.positions.flatten(0, -2)[0].tolist()
-    return [(one, positions[rows[0]], rows) for one, rows in _rows_of(plan).items()]
+def places_of(plan: SchedulerOutput, ahead: int = 0) -> list[StepPlace]:
+    """Return of each sequence of a step that begins its first place there, and its rows.
+
+    `ahead`: tokens of each that decodes that have been started and not been read.
+    """
+    firsts = {one: plan.begin_of(one) for one, _ in plan.chunks}
+    return [(one, firsts.get(one, len(one.tokens) - 1 + ahead), rows) for one, rows in _rows_of(plan).items()]
 
 
 def _rows_of(plan: SchedulerOutput) -> dict[OpenSequence, list[int]]:

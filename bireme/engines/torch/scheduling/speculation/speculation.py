@@ -18,12 +18,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from bireme.engines.torch.scheduling.speculation.drafter import Drafter, drafting_of
-from bireme.engines.torch.scheduling.speculation.eagle import EagleDrafter
+from bireme.engines.torch.scheduling.speculation.eagle import EagleDrafter, StepPlace, places_of
 from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.speculation.synthetic import SyntheticDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
-from bireme.engines.torch.step import Batch, Draft, DraftOffer, SchedulerOutput, Sequence
+from bireme.engines.torch.step import Draft, DraftOffer, SchedulerOutput, Sequence
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.metrics import Registry
 from bireme.settings import NGRAM, SYNTHETIC, SpeculativeConfig
@@ -157,13 +157,27 @@ class Speculation:
                 room -= count
         return found
 
-    def observe(self, plan: SchedulerOutput, batch: Batch) -> None:
-        """Have a drafter that reads what the model makes of its tokens see a step, once those are delivered."""
-        if not self.is_on or not isinstance(self.drafter, EagleDrafter) or not self.lengths.is_open:
+    def places_of(self, plan: SchedulerOutput, ahead: int = 0) -> list[StepPlace]:
+        """Return what `observe` is told of a step that begins; nothing where nobody wants to see it."""
+        return places_of(plan, ahead) if self._sees() else []
+
+    def wants_rows(self, plan: SchedulerOutput) -> bool:
+        """Return whether the step's rows are to be seen before another step overwrites them: those of prompts."""
+        return bool(plan.chunks) and self._sees()
+
+    def _sees(self) -> bool:
+        return self.is_on and isinstance(self.drafter, EagleDrafter) and self.lengths.is_open
+
+    def observe(self, plan: SchedulerOutput, places: list[StepPlace], is_in_places: bool = False) -> None:
+        """Have a drafter that reads what the model makes of its tokens see a step, once those are delivered.
+
+        `is_in_places`: see EagleDrafter.
+        """
+        if not places or not self.is_on or not isinstance(self.drafter, EagleDrafter):
             return
         try:
             began = time.monotonic()
-            if seconds := self.drafter.observe(plan, batch):
+            if seconds := self.drafter.observe(plan, places, is_in_places):
                 self.lengths.paid(plan, (), 0.0, seconds)
             took = time.monotonic() - began
             plan.drafting_s, self.observed_s = (plan.drafting_s + took, 0.0) if plan.drafts else (plan.drafting_s, took)

@@ -1,0 +1,176 @@
+"""On the fused decoder a head drafts in rounds of one launch what its passes draft one by one, and changes no token: on
+a GPU by graphs and kernel by kernel, elsewhere in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+from bireme.engines.torch import kernels
+from bireme.engines.torch.weights.eagle_bytes import KEPT_BYTES, EagleWidths, gpu_bytes, places_of
+from bireme.settings import SpeculativeConfig
+from tests.engines.torch import tiny_models
+from tests.engines.torch.eagle_heads import make_tensors, write_head
+from tests.engines.torch.known_answers import WholeDrafts
+from tests.engines.torch.test_fused_drafts import make_graphs, steps_of
+from tests.engines.torch.torch_harness import Harness, make_prompts, request
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+BASE = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "eos_token_id": 2,
+}  # fmt: skip
+SETTINGS = {"max_batch_size": 4, "max_num_tokens": 32, "tokens_per_block": 8, "max_seq_len": 128, "max_tokens": 512}
+PROMPTS = make_prompts(11, 3, 18, seed=5)
+ASKED = [
+    request([1 + token % 49 for token in PROMPTS[0]], 16),
+    request([1 + token % 49 for token in PROMPTS[1]], 12, temperature=0.9, seed=4, top_p=0.9),
+    request([1 + token % 49 for token in PROMPTS[2]], 14, temperature=1.2, seed=8, logit_bias={7: 2.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eagle")
+    taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}
+    return tiny_models.save(folder / "base", "llama", **BASE), write_head(folder / "head", make_tensors(), **taps)
+
+
+def open_engine(base, **settings):
+    model, head = base
+    config = SpeculativeConfig(decoding_type="Eagle3", max_draft_len=3, speculative_model=str(head))
+    engine = Harness(model, **SETTINGS | settings, speculative_config=config)
+    engine.core._parts.speculation.lengths = WholeDrafts()
+    return engine
+
+
+def answered(engine, requests):
+    """Return what is said, and each draft by prompt and place."""
+    speculation, seen = engine.core._parts.speculation, {}
+    propose = speculation.drafter.propose
+
+    def watched(most, budget):
+        found = propose(most, budget)
+        for one, draft in found.items():
+            seen[tuple(one.tokens[: one.num_prompt]), len(one.tokens)] = draft.tokens
+        return found
+
+    speculation.drafter.propose = watched
+    tokens = engine.run(requests)
+    speculation.drafter.propose = propose
+    assert speculation.is_on and engine.manager.num_referenced == 0
+    return tokens, seen
+
+
+def drafted(results):
+    return sum(result.finish.usage.drafted_tokens for result in results)
+
+
+def test_a_round_drafts_what_passes_draft_one_by_one_and_steps_say_what_they_say_without(base, monkeypatch):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    with open_engine(base, enable_block_reuse=False) as engine:
+        speculation, passes = engine.core._parts.speculation, engine.core._parts.speculation.drafter._passes
+        assert {"resident", "verify", "mixed"} <= set(engine.capacity.step_paths)
+        rounds, speculation.is_on = passes.rounds, False
+        expected = engine.run(ASKED)
+        assert "verify" not in steps_of(engine)
+        speculation.is_on = True
+        tokens, at_once = answered(engine, ASKED)
+        assert rounds is not None and tokens == expected and steps_of(engine)["verify"] > 8
+        passes.rounds = None
+        tokens, by_passes = answered(engine, ASKED)
+        both = at_once.keys() & by_passes.keys()  # a prompt may have joined one step later
+        assert tokens == expected and len(both) > 12 and all(at_once[at] == by_passes[at] for at in both)
+        assert {len(tokens) for tokens in at_once.values()} == {1, 2, 3}
+
+
+def test_preempted_requests_and_cached_prefixes_go_on_with_rounds(base, monkeypatch):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    queue = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    with open_engine(base, queue=queue, max_tokens=64) as engine:
+        speculation = engine.core._parts.speculation
+        speculation.is_on = False
+        expected = engine.run(ASKED)
+        speculation.is_on = True
+        for _ in range(2):
+            tokens, drafts = answered(engine, ASKED)
+            assert tokens == expected and len(drafts) > 8
+        assert engine.core.scheduler.num_preemptions > 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "kernels"])
+def test_on_a_gpu_batches_of_all_sizes_say_with_graphs_what_they_say_without_drafts(base, graphs):
+    """Each graph is made, so that rounds and steps of each size are replayed; each number of streams is asked for."""
+    settings = {"max_batch_size": 20, "max_num_tokens": 256, "max_tokens": 4096}
+    prompts = make_prompts(*range(3, 43, 2), seed=9)
+    asked = [
+        request([1 + token % 49 for token in prompt], 40, **({"temperature": 1.0, "seed": at} if at % 2 else {}))
+        for at, prompt in enumerate(prompts)
+    ]
+    with open_engine(base, **settings, **({} if graphs else {"cuda_graph_config": None})) as engine:
+        make_graphs(engine)
+        speculation, rounds = engine.core._parts.speculation, engine.core._parts.forward.rounds
+        made = [len(each.made) for each in rounds._graphs]
+        assert made == [len(rounds._sizes)] * 3 if graphs else not any(made)
+        for count in (1, 2, 3, 5, 8, 13, 20):
+            speculation.is_on = False
+            expected = engine.run(asked[:count])
+            speculation.is_on = True
+            tokens, drafts = answered(engine, asked[:count])
+            assert tokens == expected and len(drafts) > 8 * count
+        steps = steps_of(engine)
+        assert steps["verify"] > 50 and "fused" not in steps
+
+
+class Recordable(TorchDispatchMode):
+    """Refuses what can't be recorded as a graph: values that come to the host, and sizes that depend on them."""
+
+    REFUSED = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "is_nonzero"}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in self.REFUSED, name
+        found = function(*args, **(kwargs or {}))
+        given = next((one for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)), None)
+        for one in tree_leaves(found):
+            assert given is None or not torch.is_tensor(one) or one.device == given.device, f"{name} leaves the device"
+        return found
+
+
+def test_what_is_recorded_of_a_round_and_of_tapped_steps_asks_the_host_nothing(base, monkeypatch):
+    """And what it holds was counted before there were pools."""
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    with open_engine(base) as engine:
+        forward = engine.core._parts.forward
+        rounds, tapped, failed = forward.rounds, forward.tapped, []
+
+        def record():
+            try:
+                with torch.inference_mode(), Recordable():
+                    rounds.compute(2, 3)
+                    forward.resident.compute(2)
+                    forward.verifying.compute(4)
+                    forward.mixed.compute(64)
+            except Exception as error:
+                failed.append(error)
+
+        engine.engine._post(record)
+        engine.settle()
+        assert not failed
+        limits = engine.core._parts.limits
+        held = [rounds._whole, rounds.logits, rounds._scratch.partial, rounds._scratch.weights, tapped._fixed]
+        over = max(0, tapped.places.rows.nbytes - KEPT_BYTES)
+        counted = gpu_bytes(rounds._head.shape.widths, limits, 4)
+        assert sum(one.nbytes for one in held) + over <= counted
+        # Of an 8B model and its head: 257 slots of 64 places would be 400 MB
+        wide, of_8b = EagleWidths(4096, 4096, 4096, 2048, 128256, 32000), replace(limits, max_batch_size=256)
+        assert 250 << 20 < places_of(of_8b, 3 * 4096 * 2) * 257 * 3 * 4096 * 2 <= 257 << 20
+        assert 200 << 20 < gpu_bytes(wide, of_8b, 2) < 600 << 20
