@@ -57,7 +57,7 @@ _COLUMNS = BLOCKS + 2  # of a row: the head has one group
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class RoundTold:
     """What a round of S sequences and R = S (1 + k) rows is told, tensors or arrays, int32."""
 
     rows: Any  # (R, 5), as begin_step reads them
@@ -105,7 +105,7 @@ class EagleRounds:
         self._host = torch.zeros(self.told.shape, dtype=torch.int32, pin_memory=pinned)
         self._heard = torch.zeros(self._tokens.shape, dtype=torch.int32, pin_memory=pinned)
         self._tables = ResidentTables(self)
-        self._passes = [_Passes(self, count) for count in range(1, self._length + 1)]
+        self._passes = [_RoundOf(self, count) for count in range(1, self._length + 1)]
         sizes = self._sizes if has_graphs else []
         self._graphs = [_graphs_of(each, sizes) for each in self._passes]
 
@@ -162,9 +162,9 @@ class EagleRounds:
         lengths = (rows * _COLUMNS, rows, size, length * size * 2, length * parts)
         return [int(end) for end in np.cumsum(lengths)]
 
-    def _views(self, told: Any, size: int) -> _Told:
+    def _views(self, told: Any, size: int) -> RoundTold:
         one, two, three, four, five = self._ends(size)
-        return _Told(
+        return RoundTold(
             told[:one].reshape(-1, _COLUMNS),
             told[one:two],
             told[two:three],
@@ -172,7 +172,7 @@ class EagleRounds:
             told[four:five].reshape(self._length, -1, PART_COLUMNS),
         )
 
-    def _tell(self, told: _Told, asked: Sequence[tuple[DraftedSequence, int]], passes: int) -> None:
+    def _tell(self, told: RoundTold, asked: Sequence[tuple[DraftedSequence, int]], passes: int) -> None:
         owns = [one.own for one, _ in asked]
         each = [(own.slot, own.computed, own.num_prompt) for own in owns]
         slots, firsts, num_prompts = np.array(each, dtype=np.int32).reshape(-1, 3).T
@@ -260,7 +260,7 @@ class EagleRounds:
         self.told[:length].copy_(told)
 
 
-class _Passes:
+class _RoundOf:
     """Rounds of so many passes, as graphs are made of them."""
 
     def __init__(self, rounds: EagleRounds, count: int) -> None:
@@ -274,7 +274,7 @@ class _Passes:
         return self._rounds.compute(size, self.count)
 
 
-def _graphs_of(passes: _Passes, sizes: Sequence[int]) -> SizedGraphs:
+def _graphs_of(passes: _RoundOf, sizes: Sequence[int]) -> SizedGraphs:
     made, off = (f"eagle_graph_{what} passes={passes.count} sequences" for what in ("made", "off"))
     return SizedGraphs(passes, sizes, 1, made, off, _APART)
 

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,6 +45,9 @@ from bireme.errors import ConfigError
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.logits.sampler import DrawRows
 from bireme.settings import NO_QUANT
+
+if TYPE_CHECKING:  # Triton's language: CUDA builds alone
+    from bireme.engines.torch.forward.fused_decoder import FusedDecoder
 
 logger = logging.getLogger("bireme.engines.torch")
 
@@ -211,9 +214,7 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
         FusedDecoder(weights, store, on.forward.flash),
         DecodeState(weights, store, most, on.limits.most_blocks, max(most, most_verified), on.limits.max_draft_len),
     )
-    tapped = _hold(taps, weights, on.limits) if taps else None
-    if tapped is not None:
-        decoder.tap(tapped)  # before there are graphs
+    tapped = _tap(decoder, taps, on.limits)  # before there are graphs
     resident = ResidentDecode(decoder, state, model.vocab_size, sizes, graphs, is_padded)
     check_resident(resident, on)
     on.forward.use(StepPath.FUSED, decoder, on.forward.builder)
@@ -242,11 +243,15 @@ def _use_fused(setup: Setup, model: StepModel, weights: DecoderWeights, on: Firs
             on.forward.mixed = mixed
 
 
-def _hold(taps: Sequence[int], weights: DecoderWeights, limits: EngineLimits) -> TappedRows:
-    embeddings, tapped = weights.embeddings, TappedRows(taps)
+def _tap(decoder: FusedDecoder, taps: Sequence[int], limits: EngineLimits) -> TappedRows | None:
+    """Have its steps keep these layers' outputs, and allocate what they go to; None: there are none."""
+    if not taps:
+        return None
+    embeddings, tapped = decoder.weights.embeddings, TappedRows(taps)
     width = embeddings.shape[1]
     count = places_of(limits, len(taps) * width * embeddings.element_size())
     tapped.hold(limits.max_batch_size, count, width, embeddings.dtype, embeddings.device)
+    decoder.tap(tapped)
     return tapped
 
 

@@ -208,8 +208,7 @@ class EngineCore:
         if self._parts.forward.resident_for(plan) is not None:
             self._run_resident(plan, began)
             return
-        speculation = self._parts.speculation
-        places = speculation.places_of(plan) if speculation is not None else []
+        places = self._places(plan)
         if (computed := self._compute(plan)) is not None:
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
             work = StepWork.of(plan)
@@ -220,9 +219,7 @@ class EngineCore:
             if plan.chunks:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
             num_tokens = self._deliver(plan, sequences, sampled, now, partial(self._draw, computed))
-            if speculation is not None:
-                speculation.landed(work)
-                speculation.observe(plan, places)
+            self._observe(plan, places, work)
             ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
             self._landed(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
@@ -247,6 +244,19 @@ class EngineCore:
         with self._range("verify"):
             advance = partial(self._computed, count=1)
             return deliver_verified(plan, sequences, sampled, now, draw, self._delivery, speculation, advance)
+
+    def _places(self, plan: SchedulerOutput, ahead: int = 0) -> list[StepPlace]:
+        return self._parts.speculation.places_of(plan, ahead) if self._parts.speculation is not None else []
+
+    def _observe(self, plan: SchedulerOutput, places: list[StepPlace], work: StepWork) -> None:
+        if self._parts.speculation is not None:
+            self._parts.speculation.landed(work)
+            self._parts.speculation.observe(plan, places)
+
+    def _observe_started(self, started: _Started) -> None:
+        """Rows of prompts are there until the next step is started."""
+        if self._parts.speculation is not None and (self._started is None or not started.plan.chunks):
+            self._parts.speculation.observe(started.plan, started.places, started.path in _BY_PLACE)
 
     def _draw(self, computed: Computed, sequences: list[Sequence], rows: list[int]) -> Sampled:
         return self._parts.sampler.sample(computed.logits[rows], [one.key for one in sequences])
@@ -343,7 +353,7 @@ class EngineCore:
         assert chosen is not None
         path, resident = chosen
         work, speculation = StepWork.of(plan), self._parts.speculation
-        places = speculation.places_of(plan, ahead) if speculation is not None else []
+        places = self._places(plan, ahead)
         with self._range(f"start {path}"):
             flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
@@ -352,7 +362,7 @@ class EngineCore:
             self._late.needs_host(batch)
             or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
             or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
-            or (speculation is not None and (speculation.is_hopeful(plan) or speculation.wants_rows(plan)))
+            or (speculation is not None and speculation.waits_for(plan))
         )
         return _Started(path, plan, batch, flight, began, work, scheduled, needs_host, places)
 
@@ -378,8 +388,7 @@ class EngineCore:
         delivered = self._deliver(plan, started.batch, sampled, now, partial(self._late.draw, started.flight))
         if plan.drafts:
             num_tokens = delivered
-        if self._parts.speculation is not None and (self._started is None or not plan.chunks):
-            self._parts.speculation.observe(plan, started.places, started.path in _BY_PLACE)
+        self._observe_started(started)
         seconds = now - max(started.began_at, self._landed_at)
         self._parts.accounts.stepped(started.path, seconds, num_tokens)
         self._landed(plan, started.work, started.began_at, now)

@@ -62,24 +62,30 @@ class EagleDrafter:
         The head sees prompts at once, so that a cached prefix of theirs serves others. Nobody has to tell it of all
         steps: behind a gap it sees a sequence anew. Returns the seconds that its pass took.
         """
-        used: dict[OpenSequence, list[int]] = {}
-        for sequence, first, rows in places:
-            if _is_going_on(sequence, first):
-                follower = self._advance(sequence, first)
-                used[sequence] = rows[max(0, follower.num_verified - first) : sequence.computed - first]
-        kept, num_rows = {one: rows for one, rows in used.items() if rows}, sum(len(rows) for *_, rows in places)
-        if self._passes.places is not None:
-            prompts = {one for one, _ in plan.chunks}
-            going_on = {one: rows for one, rows in kept.items() if one not in prompts}
-            self._place(going_on, None if is_in_places else self._passes.taps(num_rows))
-            kept = {one: rows for one, rows in kept.items() if one in prompts}
+        used, prompts = self._used(places), {one for one, _ in plan.chunks}
+        num_rows = sum(len(rows) for *_, rows in places)
+        if self._passes.places is None:
+            kept = used
+        else:
+            kept = {one: used[one] for one in used.keys() & prompts}
+            self._place({one: used[one] for one in used.keys() - prompts}, None if is_in_places else num_rows)
         if kept:
             self._keep(plan, kept, self._passes.taps(num_rows))
-        if not (seen := self._due(used, {one for one, _ in plan.chunks if used.get(one)})):
+        if not (seen := self._due(used, prompts)):
             return 0.0
         began = self.costs.now()
         self._see({one: _follower_of(one) for one in seen}, dict.fromkeys(seen, 0))
         return float(self.costs.now() - began)
+
+    def _used(self, places: Iterable[StepPlace]) -> dict[OpenSequence, list[int]]:
+        """Return the rows of a step that the head has to see, of sequences that have some."""
+        used = {}
+        for sequence, first, rows in places:
+            if _is_going_on(sequence, first):
+                follower = self._advance(sequence, first)
+                if own := rows[max(0, follower.num_verified - first) : sequence.computed - first]:
+                    used[sequence] = own
+        return used
 
     def _due(self, some: Iterable[OpenSequence], prompts: Container[OpenSequence]) -> list[OpenSequence]:
         """Return those that the head is to see now: prompts, and of whom too much is kept, as far as a pass has room.
@@ -117,10 +123,10 @@ class EagleDrafter:
             for one in some:
                 _follower_of(one).add(parts, slice(begin, begin := begin + len(used[one])))
 
-    def _place(self, used: Mapping[OpenSequence, list[int]], taps: list[Tensor] | None) -> None:
+    def _place(self, used: Mapping[OpenSequence, list[int]], num_rows: int | None) -> None:
         """Add these rows of the step, of sequences that decode, as they lie by place.
 
-        `taps`: of the step, which are to be put there; None: it has done that itself.
+        `num_rows`: of the step, whose rows are to be put there; None: it has done that itself.
         """
         places = self._passes.places
         assert places is not None
@@ -130,10 +136,10 @@ class EagleDrafter:
             for own in places.slices(one.slot, follower.num_verified + follower.num_unseen, len(rows)):
                 follower.add(places.parts, own)
                 cells += range(own.start, own.stop)
-        if taps is not None and cells:
+        if num_rows is not None and cells:
             rows_of = [at for rows in used.values() for at in rows]
             to, index = torch.tensor([cells, rows_of], device=self._passes.device)
-            for number, part in enumerate(taps):
+            for number, part in enumerate(self._passes.taps(num_rows)):
                 places.put(number, to, part[index])
 
     def _advance(self, sequence: OpenSequence, first: int) -> DraftedSequence:

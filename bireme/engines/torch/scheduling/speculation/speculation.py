@@ -161,10 +161,6 @@ class Speculation:
         """Return what `observe` is told of a step that begins; nothing where nobody wants to see it."""
         return places_of(plan, ahead) if self._sees() else []
 
-    def wants_rows(self, plan: SchedulerOutput) -> bool:
-        """Return whether the step's rows are to be seen before another step overwrites them: those of prompts."""
-        return bool(plan.chunks) and self._sees()
-
     def _sees(self) -> bool:
         return self.is_on and isinstance(self.drafter, EagleDrafter) and self.lengths.is_open
 
@@ -188,8 +184,14 @@ class Speculation:
         self.is_on = False
         logger.exception("drafts_off reason=the drafter failed: requests are served without drafts from here on")
 
+    def waits_for(self, plan: SchedulerOutput) -> bool:
+        """Return whether the step after this one should wait for its tokens: a draft may follow them, and pay, or rows
+        of prompts are to be seen before another step overwrites them.
+        """
+        return self.is_hopeful(plan) or bool(plan.chunks and self._sees())
+
     def is_hopeful(self, plan: SchedulerOutput) -> bool:
-        """Return whether the step after this one should wait for its tokens: a draft may follow them, and pay."""
+        """Return whether a draft may follow a step's tokens, and pay."""
         longest = self.longest(len(plan.decodes)) if self.is_on else 0
         most = {one: min(longest, self._room(one) - 1) for one in plan.decodes}
         return any(count > 0 for count in most.values()) and self.lengths.is_hopeful(plan, most)
