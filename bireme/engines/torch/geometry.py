@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FIRST_WITH_FP8 = (8, 9)  # the compute capability from which on instructions convert 8-bit floats
+MOST_GATHERED_BYTES = 8 << 20  # of keys and values that decode rows copy at once, on a CPU: at least one row's
 MOST_SCORES = 1 << 20  # that attention writes out at once where it has to, on a CPU: a prompt's rows take turns
 
 

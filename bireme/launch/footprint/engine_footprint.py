@@ -140,7 +140,7 @@ class EngineSizes:
         groups = group_layers(narrow_windows(geometry, windows, longest))
         has_decoder = shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")
         weights, load = self._weights(dtype, has_decoder, limits, around)
-        step = _step_bytes(shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
+        step = _step_bytes(shape, limits, dtype, has_decoder, around)
         if self._draft is not None:  # its passes come before the target's steps, its load after that's
             drafts = self._draft.draft_parts(limits, around, dtype)
             weights, load, step = weights + drafts.weights, max(load, drafts.load), drafts.held + max(step, drafts.step)
@@ -181,7 +181,7 @@ class EngineSizes:
         limits = replace(limits, max_seq_len=min(limits.max_seq_len, longest), max_draft_len=0)
         has_decoder = self.shape.architecture in architectures.FAMILIES and dtype in ("bfloat16", "float32")
         weights, load = self._weights(dtype, has_decoder, limits, alone)
-        step = _step_bytes(self.shape, limits, dtype, has_decoder, bool(around.gpu_bytes))
+        step = _step_bytes(self.shape, limits, dtype, has_decoder, around)
         return DraftParts(weights, load, step, 0, tuple(layer.row_bytes for layer in self.shape.geometry(dtype)))
 
     @property
@@ -278,10 +278,10 @@ def _table_bytes(shape: DecoderShape, limits: EngineLimits) -> int:
     return kinds * limits.max_seq_len * shape.key_sizes[0][1] * _FLOAT_BYTES
 
 
-def _step_bytes(shape: DecoderShape, limits: EngineLimits, dtype: str, has_decoder: bool, is_gpu: bool) -> int:
+def _step_bytes(shape: DecoderShape, limits: EngineLimits, dtype: str, has_decoder: bool, around: Surroundings) -> int:
     on = StepWidths(limits.max_num_tokens, limits.max_seq_len, limits.most_sampled_rows, dtypes.ITEM_BYTES[dtype])
-    step = packed_step(shape, on) if has_decoder and not is_gpu else modules_step(shape, on, is_gpu)
-    if is_gpu:
-        return step
+    if around.gpu_bytes:
+        return modules_step(shape, on, True)
+    step = packed_step(shape, on, around.has_compiler) if has_decoder else modules_step(shape, on, False)
     products = PRODUCT_BYTES if shape.num_experts and dtype == "bfloat16" else 0
     return step + min(2 * step, KEPT_BYTES) + products

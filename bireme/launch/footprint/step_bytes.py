@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bireme.engines.torch.geometry import MOST_SCORES
+from bireme.engines.torch.geometry import MOST_GATHERED_BYTES, MOST_SCORES
 from bireme.launch.footprint.decoder_shape import DecoderShape
 
 _FLOAT = 4
@@ -17,8 +17,8 @@ class StepWidths(NamedTuple):
     item: int  # bytes of a value
 
 
-def packed_step(shape: DecoderShape, on: StepWidths) -> int:
-    """On a CPU, by the engine's own decoder."""
+def packed_step(shape: DecoderShape, on: StepWidths, has_kernels: bool) -> int:
+    """On a CPU, by the engine's own decoder, whose attention is compiled where `has_kernels`."""
     heads, key, value = max(shape.key_sizes)
     queries = shape.num_heads * key
     qkv = queries + heads * (key + value)
@@ -27,16 +27,27 @@ def packed_step(shape: DecoderShape, on: StepWidths) -> int:
         rows = on.tokens * shape.experts_per_token
         busiest = -(-rows // shape.num_experts) * 3 * shape.expert_width * on.item
         mlp = max(mlp, on.tokens * shape.hidden * 2 * on.item + rows * shape.hidden * (3 * on.item + _FLOAT) + busiest)
-    attention = on.tokens * on.item * (2 * shape.hidden + qkv + 2 * queries) + _prefix(shape, on) + _scores(shape, on)
+    seen = _prefix(shape, on) if has_kernels else max(_prefix(shape, on), _gathered_rows(shape, on))
+    attention = on.tokens * on.item * (2 * shape.hidden + qkv + 2 * queries) + seen + _scores(shape, on)
     logits = on.rows * shape.vocab * (on.item + 2 * _FLOAT)
     return max(mlp, attention, logits)
 
 
 def _prefix(shape: DecoderShape, on: StepWidths) -> int:
     """Return the gathered keys and values of a prompt's part, and the mask of what each token sees."""
+    return on.seen * _gathered_token(shape, on) + on.tokens * on.seen * (1 + on.item)
+
+
+def _gathered_rows(shape: DecoderShape, on: StepWidths) -> int:
+    """Return what is gathered for decode rows at once where no kernel reads the pools."""
+    each = on.seen * _gathered_token(shape, on)
+    return max(each, min(on.rows * each, MOST_GATHERED_BYTES))
+
+
+def _gathered_token(shape: DecoderShape, on: StepWidths) -> int:
     heads, key, value = max(shape.key_sizes)
     padded = key if value < key else 0  # values, to the size of keys
-    return on.seen * heads * (key + value + padded) * on.item + on.tokens * on.seen * (1 + on.item)
+    return heads * (key + value + padded) * on.item
 
 
 def _scores(shape: DecoderShape, on: StepWidths) -> int:
@@ -59,6 +70,6 @@ def modules_step(shape: DecoderShape, on: StepWidths, is_gpu: bool) -> int:
         mlp += rows * on.item * (2 * shape.hidden + 3 * shape.expert_width)
     attention = on.tokens * on.item * (2 * shape.hidden + 3 * queries + heads * (key + value))
     if not is_gpu:
-        attention += _prefix(shape, on) + _scores(shape, on)
+        attention += max(_prefix(shape, on), _gathered_rows(shape, on)) + _scores(shape, on)
     logits = on.rows * shape.vocab * (on.item + 2 * _FLOAT)
     return max(norm, mlp, attention, logits)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bireme.engines.torch.forward import attention
-from bireme.engines.torch.forward.attention import Extras, attend
+from bireme.engines.torch.forward.attention import Extras, PagedStep, attend
+from bireme.engines.torch.step import DecodeView
 from tests.engines.torch.kernel_references import cap
 
 
@@ -45,3 +46,28 @@ def test_sinks_of_each_row_follow_their_rows(rows, monkeypatch):
     whole = attend(query, key, value, mask[:1], extras, sinks)
     monkeypatch.setattr(attention, "MOST_SCORES", 0)
     torch.testing.assert_close(attend(query, key, value, mask[:1], extras, sinks), whole)
+
+
+def decoded(step, view, query):
+    """Return the attention of decode rows, and how many blocks were copied at a time."""
+    copied, gather = [], attention._gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            attention, "_gather", lambda pool, blocks, size: copied.append(len(blocks)) or gather(pool, blocks, size)
+        )
+        return step._decode(view, query, 2, step.keys[0], step.values[0], Extras(0.2)), copied
+
+
+@pytest.mark.parametrize("lengths", [(60, 33, 7), (60, 60, 60)])
+def test_decode_rows_that_take_turns_are_what_all_at_once_are(monkeypatch, lengths):
+    torch.manual_seed(4)
+    keys, values, query = torch.randn(128, 2 * 24), torch.randn(128, 2 * 16), torch.randn(1, 6, 3, 24)
+    seen = torch.arange(64) < torch.tensor(lengths)[:, None]
+    mask = None if seen[0].equal(seen[2]) else seen[:, None, None]
+    view = DecodeView(torch.tensor([1, 2, 3, 4, 5, 6, 7, 0, 1, 3, 5, 7]), 3, 4, 0, 60, mask)
+    step = PagedStep([keys], [values], [], 16)
+    whole, _ = decoded(step, view, query)
+    monkeypatch.setattr(attention, "MOST_GATHERED_BYTES", 2 * 64 * 2 * (24 + 16 + 24) * 4)  # of two rows
+    in_turns, copied = decoded(step, view, query)
+    torch.testing.assert_close(in_turns, whole)
+    assert copied == [8, 8, 4, 4]

@@ -9,8 +9,12 @@ import sys
 import pytest
 
 from bireme.config import CHECKOUT
+from bireme.engines.torch.geometry import MOST_GATHERED_BYTES
+from bireme.launch.footprint.config_fields import ConfigFields
+from bireme.launch.footprint.decoder_shape import read_shape
 from bireme.launch.footprint.launch_footprint import ENGINE_PROCESS_BYTES, LaunchFootprint
 from bireme.launch.footprint.machine_memory import MachineMemory, read_machine
+from bireme.launch.footprint.step_bytes import StepWidths, packed_step
 from bireme.recipe_files import load_recipe
 from tests.engines.torch import tiny_models
 
@@ -264,3 +268,11 @@ def test_a_head_counts_with_its_file_and_one_layer_of_keys_and_values(recipe):
     assert drafting.step - alone.step >= 3 * 2048 * 64 * 2  # the rows that the head reads, held beside a step
     of_a_token = 2 * 2 * 32 * {"bfloat16": 2, "float32": 4}[alone.dtype]  # keys and values of two heads
     assert drafting.bytes_per_token - alone.bytes_per_token == of_a_token
+
+
+def test_without_kernels_decode_rows_have_their_keys_and_values_copied_beside_a_step():
+    fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256}
+    fields |= {"intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
+    shape, on = read_shape(ConfigFields(fields)), StepWidths(8, 4096, 8, 2)
+    each = 4096 * 2 * 256 * 2
+    assert packed_step(shape, on, False) - packed_step(shape, on, True) == MOST_GATHERED_BYTES - each - 8 * 4096 * 3

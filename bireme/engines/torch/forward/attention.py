@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.engines.torch.geometry import MOST_SCORES, LayerGeometry
+from bireme.engines.torch.geometry import MOST_GATHERED_BYTES, MOST_SCORES, LayerGeometry
 from bireme.engines.torch.step import ChunkView, DecodeView, GroupStep
 from bireme.engines.torch.storage import E4M3, to_fp8
 
@@ -113,19 +113,33 @@ class PagedStep:
     def _decode(
         self, view: DecodeView, query: Tensor, num_kv: int, keys: Tensor, values: Tensor, extras: Extras
     ) -> Tensor:
-        rows, heads, size = view.num_rows, query.shape[1], query.shape[3]
+        """Rows take turns: what is copied for them at once would else grow with the batch and its longest context."""
+        row_bytes = view.num_blocks * self.block_size * _gathered_width(keys, values) * keys.element_size()
+        most = max(1, MOST_GATHERED_BYTES // row_bytes)
+        parts = [
+            self._decode_rows(view, slice(begin, min(begin + most, view.num_rows)), query, num_kv, keys, values, extras)
+            for begin in range(0, view.num_rows, most)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _decode_rows(
+        self, view: DecodeView, own: slice, query: Tensor, num_kv: int, keys: Tensor, values: Tensor, extras: Extras
+    ) -> Tensor:
+        rows, heads, size = own.stop - own.start, query.shape[1], query.shape[3]
         length = view.num_blocks * self.block_size
-        query_BNGK = query[0, :, :rows].transpose(0, 1).reshape(rows, num_kv, heads // num_kv, size)
-        key_BNLK = _gather(keys, view.blocks, self.block_size).view(rows, length, num_kv, -1).transpose(1, 2)
-        value_BNLV = _gather(values, view.blocks, self.block_size).view(rows, length, num_kv, -1).transpose(1, 2)
-        if view.mask is None and view.last - view.first < length:
+        blocks = view.blocks[own.start * view.num_blocks : own.stop * view.num_blocks]
+        query_BNGK = query[0, :, own].transpose(0, 1).reshape(rows, num_kv, heads // num_kv, size)
+        key_BNLK = _gather(keys, blocks, self.block_size).view(rows, length, num_kv, -1).transpose(1, 2)
+        value_BNLV = _gather(values, blocks, self.block_size).view(rows, length, num_kv, -1).transpose(1, 2)
+        mask = None if view.mask is None else view.mask[own]
+        if mask is None and view.last - view.first < length:
             key_BNLK, value_BNLV = key_BNLK[:, :, view.first : view.last], value_BNLV[:, :, view.first : view.last]
-        if view.mask is not None:  # unseen rows may be NaN, left by a request that failed: NaN times 0 is NaN
-            hidden_B1L1 = ~view.mask.transpose(2, 3)
+        if mask is not None:  # unseen rows may be NaN, left by a request that failed: NaN times 0 is NaN
+            hidden_B1L1 = ~mask.transpose(2, 3)
             key_BNLK.masked_fill_(hidden_B1L1, 0)
             value_BNLV.masked_fill_(hidden_B1L1, 0)
         sinks = None if extras.sinks is None else extras.sinks.view(1, num_kv, -1, 1)
-        out_BNGV = attend(query_BNGK, key_BNLK, value_BNLV, view.mask, extras, sinks)
+        out_BNGV = attend(query_BNGK, key_BNLK, value_BNLV, mask, extras, sinks)
         return out_BNGV.reshape(1, rows, heads, -1)
 
 
@@ -207,6 +221,12 @@ def _attend_eagerly(
 
 def _causal(query: Tensor, key: Tensor) -> Tensor:
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+
+
+def _gathered_width(keys: Tensor, values: Tensor) -> int:
+    """Return the values of a token that are copied: values that are narrower than keys twice, once padded."""
+    padded = keys.shape[1] if values.shape[1] < keys.shape[1] else 0
+    return int(keys.shape[1] + values.shape[1] + padded)
 
 
 def _gather(pool: Tensor, blocks: Tensor, block_size: int) -> Tensor:
