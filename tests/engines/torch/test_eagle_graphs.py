@@ -127,7 +127,7 @@ def test_on_a_gpu_batches_of_all_sizes_say_with_graphs_what_they_say_without_dra
             tokens, drafts = answered(engine, asked[:count])
             assert tokens == expected and len(drafts) > 8 * count
         steps = steps_of(engine)
-        assert steps["verify"] > 50 and "fused" not in steps
+        assert steps["verify"] > 50 and ("fused" in steps) != graphs  # without graphs there are no mixed steps
 
 
 class Recordable(TorchDispatchMode):

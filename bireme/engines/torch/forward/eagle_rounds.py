@@ -192,16 +192,28 @@ class EagleRounds:
         told.cells[:num_rows] = self.places.cells(row_slots, row_bases + row_places)
         told.ends[:] = 0
         told.ends[: len(asked)] = begins + counts - 1
-        for number in range(passes):
-            is_on = mosts > number
-            at: Ints = np.zeros((len(told.ends), 2), dtype=np.int32)
-            at[:, 0], told.drawn[number] = self._spare, (self._spare, 0)
-            at[: len(asked)][is_on] = np.stack([slots, firsts + counts - 1 + number], 1)[is_on]
-            told.drawn[number, : len(asked)][is_on] = np.stack([slots, num_prompts + drawn - 1 + number], 1)[is_on]
-            most = most_parts(self._head.shape.num_kv_heads)
-            told.parts[number] = cut_into_parts(at[:, 0], at[:, 1], told.parts.shape[1], most, 0, self._tile)
+        self._tell_passes(told, passes, mosts, slots, firsts + counts - 1, num_prompts + drawn - 1)
         row_of: dict[step.Sequence, Row] = {one.own: one.row for one, _ in asked}
         self._tables.tell(told.rows, list(zip(begins.tolist(), owns, strict=True)), row_of.__getitem__)
+
+    def _tell_passes(self, told: RoundTold, passes: int, mosts: Ints, slots: Ints, places: Ints, drawn: Ints) -> None:
+        """Say what each pass's rows see, and who draws. `places`: of the first pass; `drawn`: of the tokens before.
+
+        What is seen at the furthest places is cut into parts once. Of less than that a last tile is masked.
+        """
+        count, num_kv = len(slots), self._head.shape.num_kv_heads
+        at: Ints = np.zeros((2, len(told.ends)), dtype=np.int32)
+        at[0], at[0, :count], at[1, :count] = self._spare, slots, places + mosts - 1
+        parts = cut_into_parts(at[0], at[1], told.parts.shape[1], most_parts(num_kv), 0, self._tile)
+        row = parts[:, 0]
+        for number in range(passes):
+            is_on = mosts > number
+            at[0], at[0, :count] = self._spare, np.where(is_on, slots, self._spare)
+            at[1, :count] = np.where(is_on, places + number, 0)
+            told.parts[number] = parts
+            told.parts[number, :, 1], told.parts[number, :, 2] = at[0, row], at[1, row]
+            told.drawn[number, :, 0], told.drawn[number, :, 1] = at[0], 0
+            told.drawn[number, :count, 1] = np.where(is_on, drawn + number, 0)
 
     def compute(self, size: int, passes: int) -> Tensor:
         """A round as it is told; returns the logits of its last pass (size, v)."""

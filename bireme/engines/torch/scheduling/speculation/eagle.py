@@ -222,7 +222,9 @@ class EagleDrafter:
         """Have the head's sequence end with who follows its last unseen place; `most` tokens are to be drafted."""
         own = follower.own
         own.computed = follower.num_verified - follower.base
-        own.tokens = one.tokens[follower.base + 1 :][: own.computed + follower.num_unseen]
+        del own.tokens[own.computed :]  # what was drafted
+        first, end = (follower.base + 1 + count for count in (len(own.tokens), own.computed + follower.num_unseen))
+        own.tokens += one.tokens[first:end]
         own.table.blocks[0] = one.table.blocks[GROUP][follower.base // self._size :]
         self._blocks.forget(own.table.blocks[0], own.computed, len(own.tokens) + most)
 
