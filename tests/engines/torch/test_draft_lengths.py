@@ -144,6 +144,18 @@ def test_a_sequence_that_comes_to_repeat_itself_is_noticed_and_one_that_stops_is
     assert said(budget, one, 1000, 1e-3) <= 10 * (1000 * 0.015 + 4 + 32 / 2) + 1
 
 
+def test_a_copy_is_drafted_within_some_tokens_and_then_always_where_all_before_it_failed():
+    budget, lost = DraftBudget(learned(1)), 0.0
+    for _ in range(101):  # a look takes 5% of a step, and each tenth finds what takes 40% to verify, and is wrong
+        one = Sequence([0])
+        for _ in range(6):
+            lost += 0.05 * said(budget, one, 9, 0.5e-3) + 0.45 * said(budget, one, 1, 4.5e-3)
+    assert not budget.is_open and lost <= 0.02 * 101 * 60
+    copy = Sequence([0])
+    assert sum(said(budget, copy, 1, 4.5e-3, gained=3) for _ in range(40)) >= 8
+    assert said(budget, copy, 30, 4.5e-3, gained=3) == 30
+
+
 def test_one_bill_of_a_stalled_host_keeps_nobody_from_drafts_for_long():
     budget, one = DraftBudget(learned(1)), Sequence([0])
     budget.due(plan_of(one))

@@ -181,25 +181,18 @@ async def test_a_delta_may_have_several_tokens_of_a_burst_and_its_count_is_true(
     prompt = "Say plam five times. plam plam plam plam plam. Say plam"
     fields = {"text_input": prompt, "max_tokens": 40, "ignore_eos": True}
     expected = Client(f"127.0.0.1:{PORTS['grpc']}").generate(**fields, stream=True)
-    client, usage = Client(f"127.0.0.1:{DRAFTING['grpc']}"), {"accepted_tokens": 0}
-    for _ in range(60):  # drafts that have lost time before are tried again for a part of the time that passes
-        parts = list(client.stream("generate", **fields, stream=True))
-        assert [token for part in parts for token in part["output_ids"]] == expected["output_ids"]
-        assert "".join(part["text_output"] for part in parts) == expected["text_output"]
-        usage = json.loads(parts[-1]["usage"])
-        assert len(parts) <= 40 - usage["accepted_tokens"] + 1
-        if usage["accepted_tokens"] > 3:
-            break
+    parts = list(Client(f"127.0.0.1:{DRAFTING['grpc']}").stream("generate", **fields, stream=True))
+    assert [token for part in parts for token in part["output_ids"]] == expected["output_ids"]
+    assert "".join(part["text_output"] for part in parts) == expected["text_output"]
+    usage = json.loads(parts[-1]["usage"])
+    assert len(parts) <= 40 - usage["accepted_tokens"] + 1
     assert usage["accepted_tokens"] > 3
 
 
 async def test_the_outputs_of_generate_tell_how_many_drafted_tokens_were_accepted(drafting):
     client = Client(f"127.0.0.1:{DRAFTING['grpc']}")
     fields = {"text_input": "plam plam plam plam plam plam", "max_tokens": 30, "return_perf_metrics": True}
-    for _ in range(60):
-        answer = client.infer("completion", **fields)
-        if answer["total_accepted_draft_tokens"][0]:
-            break
+    answer = client.infer("completion", **fields)
     usage, [accepted] = json.loads(answer["usage"]), answer["total_accepted_draft_tokens"]
     assert (answer["total_draft_tokens"], accepted) == ([usage["drafted_tokens"]], usage["accepted_tokens"])
     assert answer["acceptance_rate"] == pytest.approx([accepted / usage["drafted_tokens"]]) and accepted > 0
