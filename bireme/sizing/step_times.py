@@ -186,7 +186,10 @@ class StepTimes:
             return cls.of(msgspec.json.decode(path.read_bytes(), type=StepTable))
         except OSError as error:
             raise ConfigError(f"{name}: {error.strerror}; a file, or one of {', '.join(published())}") from error
-        except (ConfigError, msgspec.DecodeError) as error:
+        except msgspec.DecodeError as error:
+            remedy = "tools/record_steps.py --fit makes one of the records that it has written"
+            raise ConfigError(f"{path}: no table of step times ({error}); {remedy}") from error
+        except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
     def write(self, path: Path) -> None:

@@ -73,9 +73,8 @@ def trace_rows(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                told = "was the line cut short?" if number > 1 or line.startswith("{") else _FORMS
-                at = f"{error.msg} at character {error.pos + 1}"
-                raise ValueError(f"{path}:{number}: no JSON ({at}); {told}") from error
+                said = f"no JSON ({error.msg} at character {error.pos + 1}); was the line cut short?"
+                raise ValueError(f"{path}:{number}: {said} {_FORMS}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: a JSON object is expected; {_FORMS}")
             yield f"{path}:{number}", row
