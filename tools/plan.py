@@ -77,7 +77,7 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
         settings.check()
         times = step_times(options, settings)
         predictor = make_predictor(options.predictor)
-        log = DecisionLog(Path(options.log)) if options.log else None
+        log = decision_log(options.log) if options.log else None
         if options.metrics_port is not None:
             metrics = PlannerMetrics(host_in(options.metrics_host), options.metrics_port)
             metrics.start()
@@ -109,6 +109,14 @@ def plan(options: argparse.Namespace, stopping: threading.Event) -> int:
         if metrics is not None:
             metrics.stop()
     return ENDED
+
+
+def decision_log(path: str) -> DecisionLog:
+    """Raises ConfigError."""
+    try:
+        return DecisionLog(Path(path))
+    except OSError as error:
+        raise ConfigError(f"--log {path}: it can't be written ({error.strerror}); name another file") from error
 
 
 def stages_of(options: argparse.Namespace) -> Sequence[str]:
@@ -231,8 +239,12 @@ def wait_for_engines(
         if time.monotonic() >= deadline:
             silent = ", ".join(stage for stage in observer.stages if stage not in levels)
             raise ConfigError(
-                f"no {silent} worker has told what it can do in {limit_s:g} s ({doubt}); prefill and decode are sized"
-                " apart; where decode computes prompts as well, say --aggregated"
+                f"no {silent} worker has told what it can do in {limit_s:g} s ({doubt}); "
+                + (
+                    "prefill and decode are sized apart: where decode computes prompts as well, say --aggregated"
+                    if levels
+                    else "is it there? --wait gives it longer"
+                )
             )
         stopping.wait(1.0)
     return None

@@ -133,7 +133,7 @@ def test_the_program_acts_and_logs(launch, door, settings, tmp_path, capsys):
         (("--advise",), "--times: missing; the target sla sizes by step times"),
         (("--times=nowhere.json",), "nowhere.json: No such file"),
         (("--settings=nowhere.yaml",), "nowhere.yaml: it can't be read"),
-        (("--recipe=recipes/mocker-disagg", "--log=/nowhere/log"), "No such file or directory: '/nowhere/log'"),
+        (("--recipe=recipes/mocker-disagg", "--log=/nowhere/log"), "--log /nowhere/log: it can't be written"),
         (("--recipe=recipes/mocker-disagg", "--admin="), "--admin: missing"),
     ],
 )
@@ -146,7 +146,7 @@ def test_options_that_can_t_be_end_it_with_2(door, monkeypatch, options, says, c
 def test_a_deployment_without_prefill_workers_is_no_case_for_it(launch, door, settings, capsys):
     launch.pages = [line for line in PAGE.splitlines() if "decode" in line]
     code, told = run(door, settings, "--recipe=recipes/mocker-disagg", capsys=capsys)
-    assert code == 2 and "no prefill worker has told what it can do" in told.err
+    assert code == 2 and "no prefill worker has told what it can do" in told.err and "say --aggregated" in told.err
 
 
 def test_budgets_below_the_minimum_end_it_with_2(door, settings, tmp_path, capsys):
