@@ -69,8 +69,58 @@ def answered(engine, requests):
     return tokens, seen
 
 
-def drafted(results):
-    return sum(result.finish.usage.drafted_tokens for result in results)
+class Recordable(TorchDispatchMode):
+    """Refuses what can't be recorded as a graph: values that come to the host, and sizes that depend on them."""
+
+    REFUSED = {
+        "item",
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_consecutive",
+        "is_nonzero",
+    }
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in self.REFUSED, name
+        found = function(*args, **(kwargs or {}))
+        given = next((one for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)), None)
+        for one in tree_leaves(found):
+            assert given is None or not torch.is_tensor(one) or one.device == given.device, f"{name} leaves the device"
+        return found
+
+
+def refused(engine):
+    """Return why steps that keep layers' outputs, and a round, can't be recorded."""
+    forward, failed = engine.core._parts.forward, []
+    rounds = forward.rounds
+
+    def record():
+        try:
+            for steps, size in ((forward.resident, 2), (forward.verifying, 4), (forward.mixed, 64), (rounds, 2)):
+                steps.tell_nothing(size)
+                with torch.inference_mode(), Recordable():
+                    steps.compute(size, *([3] if steps is rounds else []))
+        except Exception as error:
+            failed.append(error)
+
+    engine.engine._post(record)
+    engine.settle()
+    return failed
+
+
+def check_memory(engine):
+    """What rounds and places hold was counted; of 8B's shape 257 slots of 64 places would take 400 MB."""
+    forward, limits = engine.core._parts.forward, engine.core._parts.limits
+    rounds, tapped = forward.rounds, forward.tapped
+    held = [rounds._whole, rounds.logits, rounds._scratch.partial, rounds._scratch.weights, tapped._fixed]
+    over = max(0, tapped.places.rows.nbytes - KEPT_BYTES)
+    assert sum(one.nbytes for one in held) + over <= gpu_bytes(rounds._head.shape.widths, limits, 4)
+    wide, of_8b = EagleWidths(4096, 4096, 4096, 2048, 128256, 32000), replace(limits, max_batch_size=256)
+    assert 250 << 20 < places_of(of_8b, 3 * 4096 * 2) * 257 * 3 * 4096 * 2 <= 257 << 20
+    assert 200 << 20 < gpu_bytes(wide, of_8b, 2) < 600 << 20
 
 
 def test_a_round_drafts_what_passes_draft_one_by_one_and_steps_say_what_they_say_without(base, monkeypatch):
@@ -89,6 +139,8 @@ def test_a_round_drafts_what_passes_draft_one_by_one_and_steps_say_what_they_say
         both = at_once.keys() & by_passes.keys()  # a prompt may have joined one step later
         assert tokens == expected and len(both) > 12 and all(at_once[at] == by_passes[at] for at in both)
         assert {len(tokens) for tokens in at_once.values()} == {1, 2, 3}
+        assert not refused(engine)
+        check_memory(engine)
 
 
 def test_preempted_requests_and_cached_prefixes_go_on_with_rounds(base, monkeypatch):
@@ -128,49 +180,3 @@ def test_on_a_gpu_batches_of_all_sizes_say_with_graphs_what_they_say_without_dra
             assert tokens == expected and len(drafts) > 8 * count
         steps = steps_of(engine)
         assert steps["verify"] > 50 and ("fused" in steps) != graphs  # without graphs there are no mixed steps
-
-
-class Recordable(TorchDispatchMode):
-    """Refuses what can't be recorded as a graph: values that come to the host, and sizes that depend on them."""
-
-    REFUSED = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "is_nonzero"}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        assert name not in self.REFUSED, name
-        found = function(*args, **(kwargs or {}))
-        given = next((one for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)), None)
-        for one in tree_leaves(found):
-            assert given is None or not torch.is_tensor(one) or one.device == given.device, f"{name} leaves the device"
-        return found
-
-
-def test_what_is_recorded_of_a_round_and_of_tapped_steps_asks_the_host_nothing(base, monkeypatch):
-    """And what it holds was counted before there were pools."""
-    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
-    with open_engine(base) as engine:
-        forward = engine.core._parts.forward
-        rounds, tapped, failed = forward.rounds, forward.tapped, []
-
-        def record():
-            try:
-                with torch.inference_mode(), Recordable():
-                    rounds.compute(2, 3)
-                    forward.resident.compute(2)
-                    forward.verifying.compute(4)
-                    forward.mixed.compute(64)
-            except Exception as error:
-                failed.append(error)
-
-        engine.engine._post(record)
-        engine.settle()
-        assert not failed
-        limits = engine.core._parts.limits
-        held = [rounds._whole, rounds.logits, rounds._scratch.partial, rounds._scratch.weights, tapped._fixed]
-        over = max(0, tapped.places.rows.nbytes - KEPT_BYTES)
-        counted = gpu_bytes(rounds._head.shape.widths, limits, 4)
-        assert sum(one.nbytes for one in held) + over <= counted
-        # Of an 8B model and its head: 257 slots of 64 places would be 400 MB
-        wide, of_8b = EagleWidths(4096, 4096, 4096, 2048, 128256, 32000), replace(limits, max_batch_size=256)
-        assert 250 << 20 < places_of(of_8b, 3 * 4096 * 2) * 257 * 3 * 4096 * 2 <= 257 << 20
-        assert 200 << 20 < gpu_bytes(wide, of_8b, 2) < 600 << 20
