@@ -63,13 +63,6 @@ def _added(sums, words, x0, x1, x2, x3, IS_GPU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scaled(result, at, is_there, IS_SCALED: tl.constexpr) -> tl.tensor:
-    if IS_SCALED:
-        result *= tl.load(at, is_there, 0.0)
-    return result
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _fp8_kernel(
     x,  # (K,)
     weight,  # (N, K / 4) words, gated: (2 N, K / 4)
@@ -92,13 +85,22 @@ def _fp8_kernel(
     CHAINED: tl.constexpr,
 ):
     J: tl.constexpr = K // 4
+    ROW: tl.constexpr = (K + BLOCK - 1) // BLOCK if BLOCK else 1  # of blocks
     n, j = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_J)
     at = weight + n[:, None].to(tl.int64) * J + j[None, :]
     up = at + N.to(tl.int64) * J
     is_row = (n < N)[:, None]
     w = tl.load(at, is_row & (j < J)[None, :], 0)
+    if BLOCK:  # a tile's rows are in one row of blocks
+        at_scales, is_scaled = scales + tl.program_id(0) * TILE_N // BLOCK * ROW + j * 4 // BLOCK, j < J
+        at_up_scales = at_scales + N // BLOCK * ROW
+    else:
+        at_scales, is_scaled = scales + n, n < N
+        at_up_scales = at_scales + N
+    own = tl.load(at_scales, is_scaled, 0.0)
     if IS_GATED:
         u = tl.load(up, is_row & (j < J)[None, :], 0)
+        up_own = tl.load(at_up_scales, is_scaled, 0.0)
     wait(CHAINED)
     sums = tl.zeros([TILE_N, TILE_J], tl.float32)
     ups = tl.zeros([TILE_N, TILE_J], tl.float32)
@@ -114,22 +116,27 @@ def _fp8_kernel(
             w = tl.load(at + begin, is_row & is_there[None, :], 0)
             if IS_GATED:
                 u = tl.load(up + begin, is_row & is_there[None, :], 0)
-        if BLOCK:  # a tile's rows are in one row of blocks
-            own = scales + tl.program_id(0) * TILE_N // BLOCK * ((K + BLOCK - 1) // BLOCK) + (begin + j) * 4 // BLOCK
+        if BLOCK:
+            if begin > 0:
+                own = tl.load(at_scales + begin * 4 // BLOCK, is_there, 0.0)
+                if IS_GATED:
+                    up_own = tl.load(at_up_scales + begin * 4 // BLOCK, is_there, 0.0)
             zero = tl.zeros([TILE_N, TILE_J], tl.float32)
-            sums += _added(zero, w, x0, x1, x2, x3, IS_GPU) * tl.load(own, is_there, 0.0)[None, :]
+            sums += _added(zero, w, x0, x1, x2, x3, IS_GPU) * own[None, :]
             if IS_GATED:
-                own += N // BLOCK * ((K + BLOCK - 1) // BLOCK)
-                ups += _added(zero, u, x0, x1, x2, x3, IS_GPU) * tl.load(own, is_there, 0.0)[None, :]
+                ups += _added(zero, u, x0, x1, x2, x3, IS_GPU) * up_own[None, :]
         else:
             sums = _added(sums, w, x0, x1, x2, x3, IS_GPU)
             if IS_GATED:
                 ups = _added(ups, u, x0, x1, x2, x3, IS_GPU)
-    scale = 1.0
+    result, gated = tl.sum(sums, 1), tl.sum(ups, 1)
     if HAS_NORM:
         scale = 1 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    result = _scaled(tl.sum(sums, 1) * scale, scales + n, n < N, BLOCK == 0)
-    gated = _scaled(tl.sum(ups, 1) * scale, scales + IS_GATED * N + n, n < N, BLOCK == 0)
+        result, gated = result * scale, gated * scale
+    if not BLOCK:
+        result *= own
+        if IS_GATED:
+            gated *= up_own
     store_result(result, gated, bias + n, n < N, out + n, n < N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
 
 
@@ -147,7 +154,7 @@ def one_row_fp8(
     size = x.shape[1]
     width, out = result_of(x, weight, is_gated, add_to)
     values, scales, block = weight.values, weight.scales, BLOCK if weight.form is WeightForm.FP8_BLOCKS else 0
-    tile_n, tile_j, num_warps = _tiles(width, size // 4, is_gated)
+    tile_n, tile_j, num_warps = _tiles(size // 4)
     _fp8_kernel[(triton.cdiv(width, tile_n),)](
         x,
         values.view(torch.int32),
@@ -170,7 +177,7 @@ def one_row_fp8(
     return out
 
 
-def _tiles(width: int, words: int, is_gated: bool) -> tuple[int, int, int]:
-    """Return the rows and words of a tile, and its warps."""
+def _tiles(words: int) -> tuple[int, int, int]:
+    """Return the rows and words of a tile, and its warps. A tile's words begin with a block's."""
     tile_j = min(512 if words > 512 else 256, triton.next_power_of_2(words))
     return min(BLOCK, 1024 // tile_j), tile_j, 4
