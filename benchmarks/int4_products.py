@@ -33,7 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from bireme.engines.torch.kernels.int4_linear import TILES, Int4Tiles, chosen_tiles, few_rows_int4, plain_weight
+from bireme.engines.torch.kernels.int4_linear import (
+    TILES,
+    Int4Tiles,
+    chosen_tiles,
+    few_rows_int4,
+    make_counters,
+    plain_weight,
+)
 from bireme.engines.torch.kernels.launch import MOST_ROWS as MOST_CHAINED
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.storage import PACKED, Int4Weight, StoredAs
@@ -42,17 +49,10 @@ from bireme.engines.torch.weights.stored_linear import empty_weight, round_into
 GROUP, LAYERS = 128, 32
 SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 SMALL = {"qkv": (192, 256), "output": (128, 256), "gate_up": (256, 256), "down": (128, 640)}
-FEW = (
-    Int4Tiles(8, 64, 4, 5),
-    Int4Tiles(8, 64, 4, 8),
-    Int4Tiles(8, 32, 2, 6),
-    Int4Tiles(8, 32, 2, 10),
-    Int4Tiles(16, 64, 4, 6),
-)
 CANDIDATES = {  # by the most rows of x
-    8: FEW,
+    8: (Int4Tiles(8, 64, 4, 5), Int4Tiles(8, 32, 2, 6), Int4Tiles(16, 64, 4, 5), Int4Tiles(16, 64, 4, 6)),
     16: (Int4Tiles(16, 64, 4, 5), Int4Tiles(16, 64, 4, 8), Int4Tiles(16, 32, 2, 6), Int4Tiles(16, 128, 8, 5)),
-    32: (Int4Tiles(32, 64, 4, 4), Int4Tiles(32, 64, 4, 6), Int4Tiles(32, 128, 8, 4), Int4Tiles(32, 32, 2, 5)),
+    32: (Int4Tiles(32, 64, 4, 4), Int4Tiles(32, 64, 4, 6), Int4Tiles(32, 128, 8, 4)),
     64: (Int4Tiles(64, 64, 4, 4), Int4Tiles(64, 64, 4, 3), Int4Tiles(64, 128, 8, 4)),
     512: (Int4Tiles(128, 128, 8, 3), Int4Tiles(128, 64, 4, 3), Int4Tiles(64, 128, 8, 4)),
 }
@@ -200,11 +200,11 @@ def measure(
         one = torch.randn(total, size, dtype=dtype, device=device) / 64
         plains = [one, *(one.clone() for _ in range(max(1, copies // 4)))]
         few = [int4_weight(one)]
-        few += [Int4Weight(few[0].values.clone(), few[0].scales, few[0].zeros, size) for _ in range(copies - 1)]
+        few += [Int4Weight(*(part.clone() for part in few[0].tensors.values()), size) for _ in range(copies - 1)]
         for rows in counts:
             x = torch.randn(rows, size, dtype=dtype, device=device)
             own = [form for of, form in forms(shapes, (rows,)) if of == name and form in sound]
-            for case, product in products(rows, own):
+            for case, product in products(rows, own, make_counters(device, 4096)):
                 weights: Sequence[Any] = plains if case == "bf16" else few
                 try:
                     if time.perf_counter() - BEGAN_AT > seconds:
@@ -216,10 +216,13 @@ def measure(
                     print(f"FAILED {name} {rows} rows {case}: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
-def products(rows: int, own: list[Form]) -> Iterator[tuple[str, Product]]:
+def products(rows: int, own: list[Form], counters: Tensor) -> Iterator[tuple[str, Product]]:
     yield "bf16", one_row_linear if rows == 1 else torch.nn.functional.linear
     for form in own:
-        yield str(tuple(form.tiles)), partial(few_rows_int4, is_gated=form.is_gated, tiles=form.tiles)
+        yield (
+            str(tuple(form.tiles)),
+            partial(few_rows_int4, is_gated=form.is_gated, tiles=form.tiles, counters=counters),
+        )
     if rows >= PLAIN_FROM:
         yield MADE_PLAIN, plain_product
     if rows == ROWS[-1]:

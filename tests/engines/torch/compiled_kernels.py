@@ -54,7 +54,7 @@ def int4() -> None:
         tiles: int4_linear.Int4Tiles, more: dict[str, Any], target: int = 90, out: str = BF16, shared: int = SHARED
     ) -> str:
         names = {"TILE_ROWS": tiles.rows, "TILE_N": tiles.n, "WARPS": tiles.warps, "SPLITS": tiles.splits}
-        names |= {"IS_JOINED": int4_linear.is_joined(tiles), "GROUP": 128, "IS_GPU": True, "CHAINED": target >= 90}
+        names |= {"IS_JOINED": tiles.rows > 8, "GROUP": 128, "IS_GPU": True, "CHAINED": target >= 90}
         how = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         constants = own | names | {"PRECISION": "tf32"} | more
         made = build(int4_linear._rows_kernel, types | {"out": out}, constants, target, True, shared, **how)
@@ -62,7 +62,7 @@ def int4() -> None:
 
     own = {"K": 4096, "PACKED": 128, "HAS_BIAS": False, "IS_GATED": True, "IS_GELU": False, "IS_ADDED": False}
     types = dict.fromkeys(("x", "bias"), BF16) | {"weight": "*i16", "scales": FP16, "zeros": BYTES}
-    types |= {"rows": "i32", "N": "i32"}
+    types |= {"rows": "i32", "N": "i32", "parts": FP32, "counters": INTS}
     for _, tiles in int4_linear.TILES[::2]:
         assembly = rows_kernel(tiles, {})
         assert assembly.count("fma.rn.bf16x2") * 2 * 32 * tiles.warps == tiles.n * 128, "weights are dequantized twice"
@@ -70,7 +70,7 @@ def int4() -> None:
     few = int4_linear.TILES[0][1]
     for group in (16, 64):
         rows_kernel(few, {"GROUP": group})
-    rows_kernel(few._replace(splits=4), {"IS_GATED": False}, out=FP32)
+    rows_kernel(few._replace(splits=4), {"IS_GATED": False})
     rows_kernel(few, {}, target=80)
     for _, tiles in int4_linear.TILES[-2:]:  # an L4's
         rows_kernel(int4_linear.fitting(tiles, SMALL), {}, target=89, shared=SMALL)

@@ -15,7 +15,7 @@ from bireme.engines.torch.forward.decode_state import DecodeState
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.forward.flash_attention import FlashAttention
 from bireme.engines.torch.forward.kernel_step import attend_stored
-from bireme.engines.torch.forward.products import ManyRows, products_for
+from bireme.engines.torch.forward.products import ManyRows, counters_for, products_for
 from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.kernels.chunk_attention import chunk_attention
 from bireme.engines.torch.kernels.decode_attention import decode_attention
@@ -40,6 +40,7 @@ class FusedDecoder:
         self.num_kinds = 1 + max(kinds.index(kind) for kind in kinds)  # layers in which are all kinds, the first ones
         self.scale = float(torch.tensor(weights.embed_scale).to(store.dtype))  # as transformers rounds it
         self._tapped: TappedRows | None = None
+        self._counters = counters_for(weights)
 
     def tap(self, tapped: TappedRows) -> None:
         """Have steps keep the layers' outputs from now on: those of `compute` and of prompts' tokens row by row, decode
@@ -58,7 +59,7 @@ class FusedDecoder:
         weights, store = self.weights, self._store
         x, positions = self.embed(batch.ids[0]), batch.positions[0]
         heads, eps = weights.num_heads, weights.eps
-        products = products_for(weights, x)
+        products = products_for(weights, x, counters=self._counters)
         for index, layer in enumerate(weights.layers):
             group, keys, values = batch.groups[store.group_of[index]], store.keys[index], store.values[index]
             scales = store.scales[index]
@@ -98,7 +99,7 @@ class FusedDecoder:
         weights, store, is_one = self.weights, self._store, rows == 1
         (steps, parts), logits, eps = state.views(state.told, rows), state.logits[:rows], weights.eps
         x = begin_step(steps, state.tables, state.last, weights.embeddings, self.scale)
-        products, cells = products_for(weights, x, is_decode=True), self._cells(steps)
+        products, cells = products_for(weights, x, True, self._counters), self._cells(steps)
         for index, layer in enumerate(weights.layers[:num_layers]):
             attended = decode_attention(
                 products.qkv(layer),
@@ -115,6 +116,7 @@ class FusedDecoder:
                 layer.softcap,
                 layer.sinks,
                 scales=store.scales[index],
+                is_alone=products.are_alone,
             )
             products.add_output(layer, attended)
             products.add_mlp(layer)
@@ -150,7 +152,7 @@ class FusedDecoder:
         attended = torch.zeros(
             len(x), heads * weights.layers[0].rotary.cos_sin.shape[1], dtype=x.dtype, device=x.device
         )
-        products = products_for(weights, x, is_decode=tiles is None)
+        products = products_for(weights, x, tiles is None, self._counters)
         cells = self._cells(steps) if tiles is None else None
         for index, layer in enumerate(weights.layers[:num_layers]):
             group, keys, values, scales = (

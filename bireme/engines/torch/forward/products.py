@@ -24,7 +24,7 @@ from torch import Tensor
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.kernels.few_rows_linear import MOST_ROWS, few_rows_linear
 from bireme.engines.torch.kernels.int4_linear import MOST_ROWS as MOST_INT4_ROWS
-from bireme.engines.torch.kernels.int4_linear import few_rows_int4, plain_weight
+from bireme.engines.torch.kernels.int4_linear import few_rows_int4, make_counters, plain_weight
 from bireme.engines.torch.kernels.mixture import add_experts
 from bireme.engines.torch.kernels.one_row_fp8 import one_row_fp8
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
@@ -33,10 +33,12 @@ from bireme.engines.torch.kernels.row_wise import gate, rms_norm, rounded_gate, 
 from bireme.engines.torch.storage import Fp8Weight, Int4Weight, Weight, WeightForm, plain, rounds_activations
 
 
-def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) -> ManyRows:
+def products_for(
+    weights: DecoderWeights, x: Tensor, is_decode: bool = False, counters: Tensor | None = None
+) -> ManyRows:
     """Return those of a step whose rows are x (R, hidden), which they add to in place.
 
-    `is_decode`: a step of ResidentDecode, whose rows are few more often than not.
+    `is_decode`: a step of ResidentDecode, whose rows are few more often than not. `counters`: of `counters_for`.
     """
     rows, kind = len(x), ManyRows
     if rounds_activations(weights.form, rows):
@@ -47,14 +49,23 @@ def products_for(weights: DecoderWeights, x: Tensor, is_decode: bool = False) ->
         kind = OneRow
     elif is_decode and rows <= MOST_ROWS:
         kind = OneRow if rows == 1 else FewRows
-    return kind(weights, x)
+    return kind(weights, x, counters)
+
+
+def counters_for(weights: DecoderWeights) -> Tensor | None:
+    """Return what products of one step after the other count with; None: they count nothing."""
+    is_counted = weights.form is WeightForm.INT4_GROUPS
+    return make_counters(weights.head.device) if is_counted else None
 
 
 class ManyRows:
     """Of plain weights, and what the others have in common."""
 
-    def __init__(self, weights: DecoderWeights, x: Tensor) -> None:
+    are_alone = False  # programs of a product all run at once: `kernels.launch.wait_alone` says what that asks for
+
+    def __init__(self, weights: DecoderWeights, x: Tensor, counters: Tensor | None = None) -> None:
         self._x, self._eps, self._is_gelu = x, weights.eps, weights.is_gelu
+        self._counters = counters
 
     def qkv(self, layer: DecoderLayer) -> Tensor:
         """Return queries, keys and values (R, (H + 2 N) K)."""
@@ -101,14 +112,16 @@ class FewRows(ManyRows):
 
     def _inner(self, layer: DecoderLayer) -> Tensor:
         normed = rms_norm(self._x, layer.mlp_norm, self._eps)
-        return _few_rows(normed, layer.gate_up, True, self._is_gelu)
+        return self._few(normed, layer.gate_up, is_gated=True, is_gelu=self._is_gelu)
 
-    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None, bias: Tensor | None) -> Tensor:
-        return _few_rows(inner, weight, add_to=add_to, bias=bias)
+    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None = None, **how: Any) -> Tensor:
+        if isinstance(weight, Int4Weight):
+            return few_rows_int4(inner, weight, add_to=add_to, counters=self._counters, **how)
+        return few_rows_linear(inner, plain(weight), add_to=add_to, **how)
 
     def _add_few(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         add_to = self._x if post_norm is None else None
-        product = self._few(inner, weight, add_to, bias)
+        product = self._few(inner, weight, add_to, bias=bias)
         if post_norm is not None:
             rms_norm(product, post_norm, self._eps, self._x)
 
@@ -121,17 +134,19 @@ class OneRow(FewRows):
         given = (self._x, layer.gate_up, None, layer.mlp_norm, self._eps)
         return _one_row(*given, is_gated=True, is_gelu=self._is_gelu)
 
-    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None, bias: Tensor | None) -> Tensor:
-        return _one_row(inner, weight, bias, add_to=add_to)
+    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None = None, **how: Any) -> Tensor:
+        return _one_row(inner, weight, add_to=add_to, **how)
 
     def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         self._add_few(inner, weight, post_norm, bias)
 
 
 class FewStoredRows(FewRows):
+    are_alone = True
+
     def qkv(self, layer: DecoderLayer) -> Tensor:
         normed = rms_norm(self._x, layer.attention_norm, self._eps)
-        return _few_rows(normed, layer.qkv, bias=layer.qkv_bias)
+        return self._few(normed, layer.qkv, bias=layer.qkv_bias)
 
     def _add(self, inner: Tensor, weight: Weight, post_norm: Tensor | None, bias: Tensor | None = None) -> None:
         self._add_few(inner, weight, post_norm, bias)
@@ -140,8 +155,8 @@ class FewStoredRows(FewRows):
 class RoundedRows(ManyRows):
     """What a product adds waits for the next norm, which adds it on its way."""
 
-    def __init__(self, weights: DecoderWeights, x: Tensor) -> None:
-        super().__init__(weights, x)
+    def __init__(self, weights: DecoderWeights, x: Tensor, counters: Tensor | None = None) -> None:
+        super().__init__(weights, x, counters)
         self._form = weights.form
         self._more: Tensor | None = None
 
@@ -184,9 +199,3 @@ def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
     if isinstance(weight, Fp8Weight):
         return one_row_fp8(x, weight, *given, **how)
     return one_row_linear(x, plain(weight), *given, **how)
-
-
-def _few_rows(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
-    if isinstance(weight, Int4Weight):
-        return few_rows_int4(x, weight, *given, **how)
-    return few_rows_linear(x, plain(weight), *given, **how)

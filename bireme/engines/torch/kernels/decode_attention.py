@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bireme.engines.torch.geometry import UNSCALED, KvScales, Rotary
 from bireme.engines.torch.kernels.kept_rows import as_computed, as_kept
-from bireme.engines.torch.kernels.launch import chain, prefetch, wait
+from bireme.engines.torch.kernels.launch import chain, prefetch, start_next, wait, wait_alone
 from bireme.engines.torch.kernels.paged_decode import precision, with_sinks
 from bireme.engines.torch.kernels.rotary import rotated
 
@@ -65,6 +65,7 @@ def _attention_kernel(
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_GPU: tl.constexpr,
+    IS_ALONE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     kv_head, own_part = tl.program_id(0), parts + tl.program_id(1) * 7
@@ -82,7 +83,10 @@ def _attention_kernel(
         rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
         prefetch(keys + rows * K, K * keys.dtype.element_ty.primitive_bitwidth // 8)
         prefetch(values + rows * K, K * keys.dtype.element_ty.primitive_bitwidth // 8)
-    wait(CHAINED)
+    if IS_ALONE:
+        wait_alone(CHAINED)
+    else:
+        wait(CHAINED)
     if used > 0:
         head = kv_head * G + g
         own = qkv + row * (H + 2 * N) * K
@@ -115,6 +119,8 @@ def _attention_kernel(
             sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
+        if IS_ALONE:
+            start_next(CHAINED)
         if number == used - 1:  # the token itself
             kept_key, kept_value = as_kept(new_key, key_inverse, keys), as_kept(new_value, value_inverse, values)
             at_row = ((own_block * BLOCK_SIZE + position % BLOCK_SIZE) * N + kv_head) * K
@@ -276,10 +282,11 @@ def decode_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     scales: KvScales = UNSCALED,
+    is_alone: bool = False,
 ) -> Tensor:
     """qkv (R, (H + 2 N) K), parts of `cut_into_parts`, table (slots, columns) int32 -> (R, H K), of rows with parts.
 
-    Window 0: all. Softcap 0: none. sinks (H,).
+    Window 0: all. Softcap 0: none. sinks (H,). `is_alone`: the next kernel starts late, `launch.wait_alone` says why.
     """
     rows, size = len(qkv), rotary.cos_sin.shape[1]
     num_kv = keys.shape[1] // size
@@ -323,6 +330,7 @@ def decode_attention(
         HAS_SINKS=sinks is not None,
         PRECISION=precision(qkv.dtype),
         IS_GPU=qkv.is_cuda,
+        IS_ALONE=is_alone,
         num_warps=4,
         num_stages=num_stages(rows, qkv.dtype),
         maxnreg=128 if rows > 32 and qkv.dtype.itemsize == 2 and pad_k <= 128 else None,

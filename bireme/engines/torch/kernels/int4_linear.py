@@ -5,8 +5,8 @@ them in the order that its threads hold that operand in: of what a thread loads 
 is given to another thread. Two integers become bfloat16 by one instruction: they are put where 128 has the last bits
 of its mantissa. Another takes 128 and the zero point off, which is exact. The scale is applied to a group's sum.
 
-Where a matrix has too few rows to keep a GPU's multiprocessors busy, programs share its columns. What they sum is
-added up by a second kernel, always in the same order.
+Where a matrix has too few rows to keep a GPU's multiprocessors busy, programs share its columns. The last of them that
+is ready adds up what all have, always in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.kernels.launch import chain, wait
+from bireme.engines.torch.kernels.launch import chain, start_next, wait_alone
 from bireme.engines.torch.kernels.paged_decode import precision
 from bireme.engines.torch.kernels.tiles import result_of, store_result, stored_how
 from bireme.engines.torch.storage import PACKED, Int4Weight
@@ -36,16 +36,15 @@ class Int4Tiles(NamedTuple):
 
 
 MOST_ROWS = 512  # of more the weight is made plain first
-TILES = (  # by the most rows of x; chosen by the compiled code, `benchmarks/int4_products.py` has what to choose from
-    (8, Int4Tiles(8, 64, 4, 5)),
-    (16, Int4Tiles(16, 64, 4, 5)),
+TILES = (  # by the most rows of x; measured on an H100 by `benchmarks/int4_products.py`
+    (16, Int4Tiles(16, 64, 4, 6)),
     (32, Int4Tiles(32, 64, 4, 4)),
-    (64, Int4Tiles(64, 64, 4, 4)),
-    (MOST_ROWS, Int4Tiles(128, 128, 8, 3)),
+    (64, Int4Tiles(64, 64, 4, 3)),
+    (MOST_ROWS, Int4Tiles(128, 64, 4, 3)),
 )
 # Of float32, whose products the compiler writes out, one multiplication at a time.
 _EXACT_TILES = Int4Tiles(8, 32, 2, 3)
-_LARGE_BYTES = 114_688  # of shared memory, that the largest of them need; with two stages 73,728
+_LARGE_BYTES = 106_496  # of shared memory, that the largest of them need; with two stages 69,632
 _PROGRAMS = 264  # that keep a GPU busy: two for each of an H100's multiprocessors
 _LEAST_BLOCKS = 4  # of columns, for a program
 _MOST_SPLITS = 8
@@ -105,11 +104,18 @@ def _joined(a, b, c, d) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scales_and_zeros(scales, zeros, n, k, N, K: tl.constexpr, GROUP: tl.constexpr) -> tl.tuple:
-    """Return the scales of rows n (N, 1) at inputs k (1, J), and 128 more than the zeros, as float32."""
+def _stored_scales(scales, zeros, n, k, N, K: tl.constexpr, GROUP: tl.constexpr) -> tl.tuple:
+    """Return the scales and zeros of rows n (N, 1) at inputs k (1, J) as they are stored."""
     group = tl.minimum(k // GROUP, K // GROUP - 1)  # of what is beyond K: any
     at = n.to(tl.int64) * (K // GROUP) + group
-    return tl.load(scales + at, n < N, 0.0).to(tl.float32), tl.load(zeros + at, n < N, 0).to(tl.float32) + 128
+    return tl.load(scales + at, n < N, 0.0), tl.load(zeros + at, n < N, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scales_and_zeros(scales, zeros, n, k, N, K: tl.constexpr, GROUP: tl.constexpr) -> tl.tuple:
+    """Return the scales of rows n (N, 1) at inputs k (1, J), and 128 more than the zeros, as float32."""
+    scale, zero = _stored_scales(scales, zeros, n, k, N, K, GROUP)
+    return scale.to(tl.float32), zero.to(tl.float32) + 128
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -161,7 +167,9 @@ def _rows_kernel(
     scales,  # (N, K / GROUP); gated: 2 N
     zeros,  # as scales
     bias,  # (N,)
-    out,  # (rows, N); split: (SPLITS, rows, N) float32, gated: 2 N
+    out,  # (rows, N)
+    parts,  # (tiles, SPLITS, TILE_ROWS, TILE_N) float32
+    counters,  # (tiles,) zero, and zero again afterwards
     rows,
     N,
     K: tl.constexpr,
@@ -171,7 +179,7 @@ def _rows_kernel(
     TILE_N: tl.constexpr,
     WARPS: tl.constexpr,
     SPLITS: tl.constexpr,
-    IS_JOINED: tl.constexpr,  # a product of a whole block, which an asynchronous one is to be; else four
+    IS_JOINED: tl.constexpr,  # a product of a whole block, else four
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
@@ -191,8 +199,9 @@ def _rows_kernel(
     at = weight + n.to(tl.int64) * (BLOCKS * J) + tl.arange(0, J)[None, :]
     begin = tl.program_id(2) * OWN
     one = tl.arange(0, 1)[None, :]
-    scale, zero = _scales_and_zeros(scales, zeros, n_in_order, begin * PACKED + one, total, K, GROUP)
-    wait(CHAINED)
+    # As they are stored: to convert them is to wait for them, and they are loaded a block before they are needed.
+    scale, zero = _stored_scales(scales, zeros, n_in_order, begin * PACKED + one, total, K, GROUP)
+    wait_alone(CHAINED)
     result = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
     for block in range(begin, tl.minimum(begin + OWN, BLOCKS)):
         w = tl.load(at + block * J, is_n, 0)
@@ -200,12 +209,11 @@ def _rows_kernel(
         w = tl.reshape(tl.permute(w, (0, 2, 1, 3, 5, 6, 4, 7)), [TILE_N, J])
         first = block * PACKED
         if SHARING == 4:
-            next_first = first + PACKED + one  # loaded a block before they are needed
-            next_scale, next_zero = _scales_and_zeros(scales, zeros, n_in_order, next_first, total, K, GROUP)
-            z = zero.to(x.dtype.element_ty)
+            next_scale, next_zero = _stored_scales(scales, zeros, n_in_order, first + PACKED + one, total, K, GROUP)
+            z = (zero.to(tl.float32) + 128).to(x.dtype.element_ty)
             a, b, c, d = _planes(w, (z, z, z, z), IS_GPU)
             part = _product(a, b, c, d, x, m, rows, first, K, IS_JOINED, PRECISION)
-            result += part * scale
+            result += part * scale.to(tl.float32)
             scale, zero = next_scale, next_zero
         else:  # a plane has one group, or some
             k = first + tl.arange(0, J)[:, None]
@@ -224,47 +232,51 @@ def _rows_kernel(
             result += tl.dot(b, _some(x, m, rows, k + J, K), input_precision=PRECISION) * sb
             result += tl.dot(c, _some(x, m, rows, k + 2 * J, K), input_precision=PRECISION) * sc
             result += tl.dot(d, _some(x, m, rows, k + 3 * J, K), input_precision=PRECISION) * sd
-    if SPLITS > 1:
-        to = out + (tl.program_id(2) * rows + m).to(tl.int64) * total + n_in_order
-        tl.store(to, result, is_in_order & (m < rows))
-    elif IS_GATED:
-        both = tl.permute(tl.reshape(result, [TILE_N // 16, 2, 8, TILE_ROWS]), (0, 2, 3, 1))
-        result, gated = tl.split(both)
-        result = tl.reshape(result, [TILE_N // 2, TILE_ROWS])
-        gated = tl.reshape(gated, [TILE_N // 2, TILE_ROWS])
-        own_n = (tl.program_id(1) * (TILE_N // 2) + tl.arange(0, TILE_N // 2))[:, None]
-        to, is_there = out + m.to(tl.int64) * N + own_n, (own_n < N) & (m < rows)
-        store_result(result, gated, bias + own_n, own_n < N, to, is_there, HAS_BIAS, True, IS_GELU, IS_ADDED)
+    start_next(CHAINED)
+    first_n = tl.program_id(1) * TILE_N
+    if SPLITS == 1:
+        _store_tile(result, bias, out, first_n, n_in_order, m, rows, N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
     else:
-        to, is_there, own_bias = out + m.to(tl.int64) * N + n_in_order, is_in_order & (m < rows), bias + n_in_order
-        store_result(result, result, own_bias, is_in_order, to, is_there, HAS_BIAS, False, IS_GELU, IS_ADDED)
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        column, is_there = tl.arange(0, TILE_ROWS)[None, :], is_in_order & (m < rows)
+        at_part = parts + tile.to(tl.int64) * (SPLITS * TILE_ROWS * TILE_N)
+        at_part += column * TILE_N + tl.arange(0, TILE_N)[:, None]
+        tl.store(at_part + tl.program_id(2) * (TILE_ROWS * TILE_N), result, is_there)
+        tl.debug_barrier()  # all threads' stores come before the count
+        if tl.atomic_add(counters + tile, 1) == SPLITS - 1:
+            tl.store(counters + tile, 0)
+            result = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
+            for split in tl.static_range(SPLITS):
+                result += tl.load(at_part + split * (TILE_ROWS * TILE_N), is_there, 0.0, cache_modifier=".cg")
+            _store_tile(result, bias, out, first_n, n_in_order, m, rows, N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _sum_kernel(
-    parts,  # (SPLITS, rows, N) float32, gated: 2 N
-    bias,  # (N,)
-    out,  # (rows, N)
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_tile(
+    result,
+    bias,
+    out,
+    first_n,  # of the weight's rows, gated: of gate and up together
+    n,  # (TILE_N, 1), as `_tile_rows` has it in order
+    m,  # (1, TILE_ROWS)
     rows,
     N,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
     IS_ADDED: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    n, row = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1).to(tl.int64)
-    total = N * 2 if IS_GATED else N
-    wait(CHAINED)
-    result, gated = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = parts + (split * rows + row) * total + n
-        result += tl.load(at, n < N, 0.0)
-        if IS_GATED:
-            gated += tl.load(at + N, n < N, 0.0)
-    store_result(result, gated, bias + n, n < N, out + row * N + n, n < N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
+) -> None:
+    TILE_N: tl.constexpr = result.shape[0]
+    TILE_ROWS: tl.constexpr = result.shape[1]
+    gated = result
+    if IS_GATED:
+        both = tl.permute(tl.reshape(result, [TILE_N // 16, 2, 8, TILE_ROWS]), (0, 2, 3, 1))
+        result, gated = tl.split(both)
+        result = tl.reshape(result, [TILE_N // 2, TILE_ROWS])
+        gated = tl.reshape(gated, [TILE_N // 2, TILE_ROWS])
+        n = (first_n // 2 + tl.arange(0, TILE_N // 2))[:, None]
+    to = out + m.to(tl.int64) * N + n
+    store_result(result, gated, bias + n, n < N, to, (n < N) & (m < rows), HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -304,25 +316,31 @@ def few_rows_int4(
     add_to: Tensor | None = None,
     bias: Tensor | None = None,
     tiles: Int4Tiles | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
-    """x (rows, K), weight (N, K) -> (rows, N), as `few_rows_linear`. `tiles`: in place of those chosen."""
+    """x (rows, K), weight (N, K) -> (rows, N), as `few_rows_linear`.
+
+    `tiles`: in place of those chosen. `counters`: of `make_counters`, which nothing else uses meanwhile.
+    """
     rows, total = len(x), len(weight)
     width, out = result_of(x, weight, is_gated, add_to)
     if tiles is None:
         tiles = fitting(chosen_tiles(rows, total, weight.size, x.dtype), shared_memory(x.device))
-    splits = tiles.splits
-    parts = out
+    splits, grid = tiles.splits, (triton.cdiv(rows, tiles.rows), triton.cdiv(total, tiles.n))
+    parts = done = out
     if splits > 1:
-        parts = torch.empty(splits, rows, total, dtype=torch.float32, device=x.device)
-    own_bias = weight.scales if bias is None else bias
-    how = stored_how(bias, is_gated, is_gelu, add_to)
-    _rows_kernel[(triton.cdiv(rows, tiles.rows), triton.cdiv(total, tiles.n), splits)](
+        parts = torch.empty(grid[0] * grid[1], splits, tiles.rows, tiles.n, dtype=torch.float32, device=x.device)
+        is_enough = counters is not None and grid[0] * grid[1] <= len(counters)
+        done = counters if is_enough else make_counters(x.device, grid[0] * grid[1])
+    _rows_kernel[(*grid, splits)](
         x,
         weight.values.view(torch.int16),
         weight.scales,
         weight.zeros,
-        own_bias,
+        weight.scales if bias is None else bias,
+        out,
         parts,
+        done,
         rows,
         width,
         K=weight.size,
@@ -332,18 +350,20 @@ def few_rows_int4(
         TILE_N=tiles.n,
         WARPS=tiles.warps,
         SPLITS=splits,
-        IS_JOINED=is_joined(tiles),
+        IS_JOINED=tiles.rows > 8,
         IS_GPU=x.is_cuda and x.dtype is torch.bfloat16,
         PRECISION=precision(x.dtype),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **how,
+        **stored_how(bias, is_gated, is_gelu, add_to),
         **chain(x),
     )
-    if splits > 1:
-        grid = triton.cdiv(width, 256), rows
-        _sum_kernel[grid](parts, own_bias, out, rows, width, SPLITS=splits, TILE=256, num_warps=2, **how, **chain(x))
     return out
+
+
+def make_counters(device: torch.device, tiles: int = _PROGRAMS) -> Tensor:
+    """Return what programs that share columns count with, of products one after the other: (tiles,) int32, zeros."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
 def chosen_tiles(rows: int, total: int, size: int, dtype: torch.dtype, tiles: Int4Tiles | None = None) -> Int4Tiles:
@@ -359,7 +379,7 @@ def chosen_tiles(rows: int, total: int, size: int, dtype: torch.dtype, tiles: In
 
 def fitting(tiles: Int4Tiles, shared_bytes: int) -> Int4Tiles:
     """Return how tiles are computed where a program has so much shared memory: 99 KiB on an L4, 227 on Hopper."""
-    is_large = tiles.rows * tiles.n >= 128 * 128
+    is_large = tiles.rows >= 128
     return tiles._replace(stages=2) if is_large and shared_bytes < _LARGE_BYTES else tiles
 
 
@@ -370,11 +390,6 @@ def shared_memory(device: torch.device) -> int:
         return _LARGE_BYTES
     found: int = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
     return found
-
-
-def is_joined(tiles: Int4Tiles) -> bool:
-    """Whether a block is one product: Hopper's instruction for four warps waits for each. Others read registers."""
-    return tiles.rows > 8 and tiles.warps % 4 == 0
 
 
 def plain_weight(weight: Int4Weight, dtype: torch.dtype) -> Tensor:

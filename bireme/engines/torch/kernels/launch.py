@@ -30,6 +30,24 @@ def wait(CHAINED: tl.constexpr) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def wait_alone(CHAINED: tl.constexpr) -> None:
+    """Wait as `wait` does, without letting the next kernel start: `start_next` does it.
+
+    For kernels whose programs all run at once: those of later kernels would take places beside them that are not the
+    same on each multiprocessor, and keep them while they wait.
+    """
+    if CHAINED:
+        gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def start_next(CHAINED: tl.constexpr) -> None:
+    """Let the next kernel start: it waits for what this one still does."""
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def prefetch(at: tl.tensor, NUM_BYTES: tl.constexpr) -> None:
     """Fetch what begins at these pointers into the L2 cache, up to 256 bytes each. Not in the interpreter."""
     tl.inline_asm_elementwise(
