@@ -88,7 +88,7 @@ def test_prompts_in_parts_are_needed():
         resolve_limits(config, MODEL)
 
 
-def test_an_engine_that_is_told_a_bound_computes_a_prompt_in_parts_beside_streams(tmp_path):
+def test_an_engine_that_is_told_a_bound_computes_a_prompt_in_parts_beside_streams(tmp_path, monkeypatch):
     long, short = make_prompts(400, 20)
     path = tiny_models.save(tmp_path, "llama", max_position_embeddings=4096)
     with Harness(path, max_num_tokens=512) as engine:
@@ -100,12 +100,15 @@ def test_an_engine_that_is_told_a_bound_computes_a_prompt_in_parts_beside_stream
         running = engine.submit(request(short, 3000))  # a GPU says 400 before the next lines are through
         assert running.has_tokens.wait(60)
         seen = []
-        schedule = engine.core.scheduler.schedule
-        engine.core.scheduler.schedule = lambda: (seen.append(schedule()), seen[-1])[1]
+        for name in ("schedule", "follow"):  # without a step under way, and behind one
+            plans = getattr(engine.core.scheduler, name)
+            monkeypatch.setattr(
+                engine.core.scheduler, name, lambda *under_way, plans=plans: seen.append(plans(*under_way)) or seen[-1]
+            )
         other = make_prompts(400, seed=3)[0]
         assert engine.submit(request(other, 2)).finish.error == ""
         engine.abort(running)
         engine.settle()
     assert num_alone < 8
-    beside = [count for plan in seen if plan.decodes for _, count in plan.chunks]
+    beside = [count for plan in seen if plan and plan.decodes for _, count in plan.chunks]
     assert set(beside) == {64, 16} and sum(beside) >= 336  # the stream may not be there yet, or no more, in one step

@@ -130,7 +130,7 @@ def _open(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) ->
 def _fault(skeleton: Any, like: StoredAs, device: torch.device) -> str:
     """Return what speaks against weights of this form in this model on this device; empty: nothing."""
     if like.form is not WeightForm.INT4_GROUPS:
-        if why := kernels.why_no_fp8(device):
+        if why := kernels.why_no_fp8(device) or fault_of_shapes(skeleton, like):
             return why
         if device.type == "cuda" and next(skeleton.parameters()).dtype is torch.float32:
             return "dtype is float32, and a GPU's products of 8-bit floats are not as exact as that"
