@@ -61,7 +61,7 @@ def counters_for(weights: DecoderWeights) -> Tensor | None:
 class ManyRows:
     """Of plain weights, and what the others have in common."""
 
-    are_alone = False  # programs of a product all run at once: `kernels.launch.wait_alone` says what that asks for
+    are_alone = False  # programs of a product all run at once: `kernels.launch.wait` says what that asks for
 
     def __init__(self, weights: DecoderWeights, x: Tensor, counters: Tensor | None = None) -> None:
         self._x, self._eps, self._is_gelu = x, weights.eps, weights.is_gelu

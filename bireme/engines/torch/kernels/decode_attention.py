@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bireme.engines.torch.geometry import UNSCALED, KvScales, Rotary
 from bireme.engines.torch.kernels.kept_rows import as_computed, as_kept
-from bireme.engines.torch.kernels.launch import chain, prefetch, start_next, wait, wait_alone
+from bireme.engines.torch.kernels.launch import chain, prefetch, start_next, wait
 from bireme.engines.torch.kernels.paged_decode import precision, with_sinks
 from bireme.engines.torch.kernels.rotary import rotated
 
@@ -83,10 +83,7 @@ def _attention_kernel(
         rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
         prefetch(keys + rows * K, K * keys.dtype.element_ty.primitive_bitwidth // 8)
         prefetch(values + rows * K, K * keys.dtype.element_ty.primitive_bitwidth // 8)
-    if IS_ALONE:
-        wait_alone(CHAINED)
-    else:
-        wait(CHAINED)
+    wait(CHAINED, IS_ALONE)
     if used > 0:
         head = kv_head * G + g
         own = qkv + row * (H + 2 * N) * K
@@ -119,8 +116,7 @@ def _attention_kernel(
             sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
-        if IS_ALONE:
-            start_next(CHAINED)
+        start_next(CHAINED & IS_ALONE)
         if number == used - 1:  # the token itself
             kept_key, kept_value = as_kept(new_key, key_inverse, keys), as_kept(new_value, value_inverse, values)
             at_row = ((own_block * BLOCK_SIZE + position % BLOCK_SIZE) * N + kv_head) * K
@@ -294,7 +290,7 @@ def decode_attention(
 ) -> Tensor:
     """qkv (R, (H + 2 N) K), parts of `cut_into_parts`, table (slots, columns) int32 -> (R, H K), of rows with parts.
 
-    Window 0: all. Softcap 0: none. sinks (H,). `is_alone`: the next kernel starts late, `launch.wait_alone` says why.
+    Window 0: all. Softcap 0: none. sinks (H,). `is_alone`: the next kernel starts late, `launch.wait` says why.
     """
     rows, size = len(qkv), rotary.cos_sin.shape[1]
     num_kv = keys.shape[1] // size

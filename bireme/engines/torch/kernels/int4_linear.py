@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bireme.engines.torch.kernels.launch import chain, start_next, wait_alone
+from bireme.engines.torch.kernels.launch import chain, start_next, wait
 from bireme.engines.torch.kernels.paged_decode import precision
 from bireme.engines.torch.kernels.tiles import result_of, store_result, stored_how
 from bireme.engines.torch.storage import PACKED, Int4Weight
@@ -201,7 +201,7 @@ def _rows_kernel(
     one = tl.arange(0, 1)[None, :]
     # As they are stored: to convert them is to wait for them, and they are loaded a block before they are needed.
     scale, zero = _stored_scales(scales, zeros, n_in_order, begin * PACKED + one, total, K, GROUP)
-    wait_alone(CHAINED)
+    wait(CHAINED, True)
     result = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
     for block in range(begin, tl.minimum(begin + OWN, BLOCKS)):
         w = tl.load(at + block * J, is_n, 0)
@@ -233,22 +233,30 @@ def _rows_kernel(
             result += tl.dot(c, _some(x, m, rows, k + 2 * J, K), input_precision=PRECISION) * sc
             result += tl.dot(d, _some(x, m, rows, k + 3 * J, K), input_precision=PRECISION) * sd
     start_next(CHAINED)
-    first_n = tl.program_id(1) * TILE_N
-    if SPLITS == 1:
+    first_n, is_last = tl.program_id(1) * TILE_N, True
+    if SPLITS > 1:
+        result, is_last = _added_up(result, parts, counters, is_in_order & (m < rows), SPLITS)
+    if is_last:
         _store_tile(result, bias, out, first_n, n_in_order, m, rows, N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
-    else:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        column, is_there = tl.arange(0, TILE_ROWS)[None, :], is_in_order & (m < rows)
-        at_part = parts + tile.to(tl.int64) * (SPLITS * TILE_ROWS * TILE_N)
-        at_part += column * TILE_N + tl.arange(0, TILE_N)[:, None]
-        tl.store(at_part + tl.program_id(2) * (TILE_ROWS * TILE_N), result, is_there)
-        tl.debug_barrier()  # all threads' stores come before the count
-        if tl.atomic_add(counters + tile, 1) == SPLITS - 1:
-            tl.store(counters + tile, 0)
-            result = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
-            for split in tl.static_range(SPLITS):
-                result += tl.load(at_part + split * (TILE_ROWS * TILE_N), is_there, 0.0, cache_modifier=".cg")
-            _store_tile(result, bias, out, first_n, n_in_order, m, rows, N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _added_up(result, parts, counters, is_there, SPLITS: tl.constexpr) -> tl.tuple:
+    """Return what programs that share columns found in all, and whether this is the last of them: of others a part."""
+    TILE_N: tl.constexpr = result.shape[0]
+    TILE_ROWS: tl.constexpr = result.shape[1]
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    at = parts + tile.to(tl.int64) * (SPLITS * TILE_ROWS * TILE_N)
+    at += tl.arange(0, TILE_ROWS)[None, :] * TILE_N + tl.arange(0, TILE_N)[:, None]
+    tl.store(at + tl.program_id(2) * (TILE_ROWS * TILE_N), result, is_there)
+    tl.debug_barrier()  # all threads' stores come before the count
+    is_last = tl.atomic_add(counters + tile, 1) == SPLITS - 1
+    if is_last:
+        tl.store(counters + tile, 0)
+        result = tl.zeros([TILE_N, TILE_ROWS], tl.float32)
+        for split in tl.static_range(SPLITS):
+            result += tl.load(at + split * (TILE_ROWS * TILE_N), is_there, 0.0, cache_modifier=".cg")
+    return result, is_last
 
 
 @triton.jit  # type: ignore[untyped-decorator]

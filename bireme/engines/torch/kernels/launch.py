@@ -22,21 +22,15 @@ MOST_OF_FORMS = (1, 7, 8, 16, 32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def wait(CHAINED: tl.constexpr) -> None:
-    """Let the next kernel start, then wait until all that the kernels before have written can be read."""
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
+def wait(CHAINED: tl.constexpr, IS_ALONE: tl.constexpr = False) -> None:
+    """Let the next kernel start, then wait until all that the kernels before have written can be read.
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def wait_alone(CHAINED: tl.constexpr) -> None:
-    """Wait as `wait` does, without letting the next kernel start: `start_next` does it.
-
-    For kernels whose programs all run at once: those of later kernels would take places beside them that are not the
-    same on each multiprocessor, and keep them while they wait.
+    Alone: `start_next` lets it start. For kernels whose programs all run at once, and those before them: programs of
+    later kernels would take places beside them that are not the same on each multiprocessor, and keep them.
     """
     if CHAINED:
+        if not IS_ALONE:
+            gdc_launch_dependents()
         gdc_wait()
 
 

@@ -63,6 +63,16 @@ def _added(sums, words, x0, x1, x2, x3, IS_GPU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _block_added(sums, words, x0, x1, x2, x3, scales, BLOCK: tl.constexpr, IS_GPU: tl.constexpr) -> tl.tensor:
+    """Return `_added`, of blocks times the scales (J,) of their words."""
+    if BLOCK:
+        found = sums + _added(tl.zeros_like(sums), words, x0, x1, x2, x3, IS_GPU) * scales[None, :]
+    else:
+        found = _added(sums, words, x0, x1, x2, x3, IS_GPU)
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _fp8_kernel(
     x,  # (K,)
     weight,  # (N, K / 4) words, gated: (2 N, K / 4)
@@ -93,14 +103,12 @@ def _fp8_kernel(
     w = tl.load(at, is_row & (j < J)[None, :], 0)
     if BLOCK:  # a tile's rows are in one row of blocks
         at_scales, is_scaled = scales + tl.program_id(0) * TILE_N // BLOCK * ROW + j * 4 // BLOCK, j < J
-        at_up_scales = at_scales + N // BLOCK * ROW
+        next_scales = N // BLOCK * ROW
     else:
-        at_scales, is_scaled = scales + n, n < N
-        at_up_scales = at_scales + N
+        at_scales, is_scaled, next_scales = scales + n, n < N, N
     own = tl.load(at_scales, is_scaled, 0.0)
-    if IS_GATED:
-        u = tl.load(up, is_row & (j < J)[None, :], 0)
-        up_own = tl.load(at_up_scales, is_scaled, 0.0)
+    up_own = tl.load(at_scales + next_scales, is_scaled & IS_GATED, 0.0)
+    u = tl.load(up, is_row & (j < J)[None, :] & IS_GATED, 0)
     wait(CHAINED)
     sums = tl.zeros([TILE_N, TILE_J], tl.float32)
     ups = tl.zeros([TILE_N, TILE_J], tl.float32)
@@ -114,29 +122,19 @@ def _fp8_kernel(
             x0, x1, x2, x3 = x0 * f0, x1 * f1, x2 * f2, x3 * f3
         if begin > 0:
             w = tl.load(at + begin, is_row & is_there[None, :], 0)
-            if IS_GATED:
-                u = tl.load(up + begin, is_row & is_there[None, :], 0)
-        if BLOCK:
-            if begin > 0:
+            u = tl.load(up + begin, is_row & is_there[None, :] & IS_GATED, 0)
+            if BLOCK:
                 own = tl.load(at_scales + begin * 4 // BLOCK, is_there, 0.0)
-                if IS_GATED:
-                    up_own = tl.load(at_up_scales + begin * 4 // BLOCK, is_there, 0.0)
-            zero = tl.zeros([TILE_N, TILE_J], tl.float32)
-            sums += _added(zero, w, x0, x1, x2, x3, IS_GPU) * own[None, :]
-            if IS_GATED:
-                ups += _added(zero, u, x0, x1, x2, x3, IS_GPU) * up_own[None, :]
-        else:
-            sums = _added(sums, w, x0, x1, x2, x3, IS_GPU)
-            if IS_GATED:
-                ups = _added(ups, u, x0, x1, x2, x3, IS_GPU)
+                up_own = tl.load(at_scales + next_scales + begin * 4 // BLOCK, is_there & IS_GATED, 0.0)
+        sums = _block_added(sums, w, x0, x1, x2, x3, own, BLOCK, IS_GPU)
+        if IS_GATED:
+            ups = _block_added(ups, u, x0, x1, x2, x3, up_own, BLOCK, IS_GPU)
     result, gated = tl.sum(sums, 1), tl.sum(ups, 1)
     if HAS_NORM:
         scale = 1 / tl.sqrt(tl.sum(squares, 0) / K + eps)
         result, gated = result * scale, gated * scale
-    if not BLOCK:
-        result *= own
-        if IS_GATED:
-            gated *= up_own
+    if BLOCK == 0:
+        result, gated = result * own, gated * up_own
     store_result(result, gated, bias + n, n < N, out + n, n < N, HAS_BIAS, IS_GATED, IS_GELU, IS_ADDED)
 
 
