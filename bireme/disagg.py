@@ -44,6 +44,7 @@ class DisaggregatedParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     prefill_ms: float = 0.0
     queue_ms: float = 0.0
     cached_tokens: int = 0
+    head: str = ""  # digest of the drafting head whose rows of all these tokens come with the KV; "": none
 
 
 _decode = msgspec.json.Decoder(DisaggregatedParams, strict=True).decode

@@ -122,6 +122,11 @@ TABLE: dict[str, MetricSpec] = {
         _counter("bireme_draft_tokens_total", "Tokens of drafts that the torch engine's steps have verified."),
         _counter("bireme_accepted_draft_tokens_total", "Of these, those that were right and delivered."),
         _histogram("bireme_accepted_draft_length", "Tokens of a draft that were right.", _DRAFT_LENGTHS),
+        _counter(
+            "bireme_head_imports_total",
+            "KV transfers to an engine that drafts with a head, by whether the head's rows came along: whole, missing.",
+            "rows",
+        ),
         _gauge("bireme_requests_running", "Requests in the batch."),
         _gauge("bireme_requests_waiting", "Requests queued in the engine."),
         _gauge("bireme_kv_blocks_used", "KV blocks referenced by requests or leases."),

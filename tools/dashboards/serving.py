@@ -224,6 +224,12 @@ ENGINES = Row(
                 note="Where few are right an engine drafts less by itself.",
             ),
             percentiles("Right tokens of a draft", "bireme_accepted_draft_length", units.Short),
+            rare(
+                "KV for a head, with its rows or without",
+                "bireme_head_imports_total",
+                choice=by("worker", "rows"),
+                note="Without them fewer drafts are right: give prefill the same head.",
+            ),
         ],
         [
             lines("Attention of long prompts", "bireme_prompt_attention", choice=by("worker", "kernel"), combine="max"),

@@ -67,6 +67,14 @@ class LayerGeometry:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """The layer of a head, whose keys and values lie beside the model's."""
+
+    geometry: LayerGeometry
+    identity: str  # rows of equal tokens are equal where this and the model's are
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers that share a window, in the model's order."""
 

@@ -132,7 +132,9 @@ class LoadedEngine:
                 guides=self.guides,
                 costs=costs,
                 exporter=TorchExporter(context.transfer, manager, store, post) if context.transfer else None,
-                importer=TorchImporter(context.transfer, manager, store, post) if context.transfer else None,
+                importer=TorchImporter(context.transfer, manager, store, post, context.metrics)
+                if context.transfer
+                else None,
                 mover=self.mover,
                 pictures=pictures.store,
                 speculation=open_speculation(
@@ -143,6 +145,7 @@ class LoadedEngine:
                     costs,
                     setup.device.type == "cuda",
                     setup.limits.max_stream_gap_s,
+                    is_prefill=context.stage == "prefill",
                 ),
                 steps=context.steps,
             )
@@ -235,7 +238,7 @@ def _open_pools(
         available = gpu_pool_bytes(memory, cache.free_gpu_memory_fraction, context.gpu_neighbors)
     num_blocks = pool_sizes(setup.config, limits, with_draft(groups, draft.row_bytes if draft else ()), available)
     is_shared = context.transfer is not None
-    head = draft.head.geometry if isinstance(draft, LoadedHead) else None
+    head = draft.layer if isinstance(draft, LoadedHead) else None
     store = KvStore(model.geometry, groups, num_blocks, limits.tokens_per_block, device, is_shared, head)
     lower, lowest = tier_sizes(setup.config, store.block_bytes), cache.secondary_offload_min_priority
     manager = BlockManager(

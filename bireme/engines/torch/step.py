@@ -134,6 +134,7 @@ class Drafting:
     num_known: int = 0
     num_predicted: int = 0  # of these
     follower: DraftedSequence | None = None  # from its first draft on, until it is preempted
+    num_seen: int = 0  # tokens, of whose places the rows of a head came by transfer; until then, too
 
     @classmethod
     def with_prediction(cls, prediction: bytes) -> Drafting:
@@ -195,6 +196,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     fetch: Fetch | None = None
     imported_from: list[int] = field(default_factory=list)  # per group, the first row that was fetched
+    head_from: int | None = None  # of those of a head; None: none was
     ending: tuple[FinishReason, str] | None = None  # how it ends when its import has stopped
     num_cached: int = -1  # tokens found in the pool at first admission; -1: not admitted yet
     num_matched: dict[int, int] = field(default_factory=dict)  # of these, tokens by tier

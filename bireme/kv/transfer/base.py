@@ -26,7 +26,7 @@ from bireme.kv.transfer.memory import RowMemory, TokenRows
 
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Layers that share one attention window."""
+    """Layers that share one attention window, or a head's layer."""
 
     window: int  # tokens visible; 0: all
     row_bytes: tuple[int, ...]  # one layer each: bytes of one token's K row and V row together
@@ -43,10 +43,17 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     groups: tuple[GroupLayout, ...]
     scales: tuple[tuple[float, float], ...] = ()  # of 8-bit floats: keys' and values', a layer each
+    head: str = ""  # digest of the head that drafts, whose layer is the last group; "": there is none
 
     @property
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups)
+
+    def of(self, num_groups: int) -> KvLayout:
+        """Return what is transferred where so many groups are asked for: all, or the model's without the head's."""
+        if not self.head or num_groups == len(self.groups):
+            return self
+        return msgspec.structs.replace(self, groups=self.groups[:-1], head="")
 
     @property
     def identity(self) -> str:
@@ -116,6 +123,7 @@ class KvTransfer(Protocol):
     def fetch(self, params: DisaggregatedParams, firsts: Sequence[int], rows: TokenRows, done: Done) -> KvFetch:
         """Claim params' lease and copy, group by group, tokens [firsts[group], params.num_tokens) into `rows`.
 
+        `firsts` may leave out a head's group, which the exporter may not have: `params.head` says so.
         Returns at once; the rows are written, and `done` is called, on the transfer's thread. Errors given to `done`:
         NotFoundError (lease gone, claimed before, other life), KvTransferError (exporter gone or silent, no room for
         its rows), RequestError (layouts differ), RequestCancelledError, EngineLostError (this side is stopping).

@@ -211,7 +211,7 @@ class Exporter:
         check_layouts(self.layout, claim.layout)
         if claim.num_tokens != lease.num_tokens:
             raise RequestError(f"num_tokens: {claim.num_tokens} claimed; the lease holds {lease.num_tokens}")
-        plan = plan_chunks(self.layout, claim.firsts, lease.num_tokens, chunk_bytes)
+        plan = plan_chunks(claim.layout, claim.firsts, lease.num_tokens, chunk_bytes)
         self.buffer.check(plan)
         return plan
 
@@ -398,10 +398,15 @@ def _aborted() -> NotFoundError:
 
 
 def check_layouts(exporter: KvLayout, importer: KvLayout) -> None:
-    """Raise RequestError naming the first field in which the two sides differ."""
+    """Raise RequestError naming the first field in which the two sides differ.
+
+    An importer's layout has a head's group only where it wants its rows.
+    """
+    exporter = exporter.of(len(importer.groups))
     differences = [
         ("model", exporter.model, importer.model),
         ("dtype", exporter.dtype, importer.dtype),
+        ("head", exporter.head, importer.head),
         ("number of groups", len(exporter.groups), len(importer.groups)),
     ]
     for index, (first, second) in enumerate(zip(exporter.groups, importer.groups, strict=False)):

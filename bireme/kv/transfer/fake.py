@@ -131,8 +131,9 @@ class FakeTransfer:
         try:
             self._check(fetch)
             assert exporter.layout is not None and self.layout is not None
-            check_layouts(exporter.layout, self.layout)
-            plan = plan_chunks(self.layout, fetch.firsts, lease.num_tokens, self._chunk_bytes)
+            layout = self.layout.of(len(fetch.firsts))
+            check_layouts(exporter.layout, layout)
+            plan = plan_chunks(layout, fetch.firsts, lease.num_tokens, self._chunk_bytes)
             source = lease.begin_copy()
             if source is None:
                 raise NotFoundError("the KV lease has ended; prefill again")

@@ -201,7 +201,7 @@ class Importer:
         self._fetches[fetch.number] = fetch
         try:
             fetch.peer = self._find_peer(fetch.params)
-            fetch.plan = plan_chunks(self.layout, fetch.firsts, fetch.params.num_tokens)
+            fetch.plan = plan_chunks(self._layout_of(fetch), fetch.firsts, fetch.params.num_tokens)
             if fetch.stopped is not None:
                 raise fetch.stopped
         except (BiremeError, zmq.ZMQError) as error:  # no descriptor, or no socket, is left
@@ -306,7 +306,7 @@ class Importer:
             generation=params.generation,
             life=params.life,
             num_tokens=params.num_tokens,
-            layout=self.layout,
+            layout=self._layout_of(fetch),
             firsts=fetch.firsts,
             pid=os.getpid(),
             host=self._host,
@@ -314,6 +314,9 @@ class Importer:
             target=fetch.inlet.target if fetch.inlet is not None else None,
             maps_memory=fetch.inlet is not None and fetch.inlet.maps_memory and self.backend.can_map(fetch.rows),
         )
+
+    def _layout_of(self, fetch: RowFetch) -> KvLayout:
+        return self.layout.of(len(fetch.firsts))
 
     def _record(self, params: DisaggregatedParams) -> WorkerRecord:
         """Return the record of the life that has the lease. Raises UnavailableError, NotFoundError."""
@@ -360,7 +363,7 @@ class Importer:
             return
         fetch.offer = offer
         fetch.move(FetchState.OFFERED)
-        fetch.plan = plan_chunks(self.layout, fetch.firsts, fetch.params.num_tokens, offer.chunk_bytes)
+        fetch.plan = plan_chunks(self._layout_of(fetch), fetch.firsts, fetch.params.num_tokens, offer.chunk_bytes)
         if fetch.plan.num_bytes != offer.num_bytes:
             text = f"KV transfer: {offer.num_bytes} bytes offered; {fetch.plan.num_bytes} were claimed"
             self._fail(fetch, BiremeError(text))
@@ -390,7 +393,7 @@ class Importer:
         if fetch is None or fetch.peer is not peer:
             return
         if isinstance(message, wire.Offer):
-            fetch.plan = plan_chunks(self.layout, fetch.firsts, fetch.params.num_tokens, message.chunk_bytes)
+            fetch.plan = plan_chunks(self._layout_of(fetch), fetch.firsts, fetch.params.num_tokens, message.chunk_bytes)
         is_last = isinstance(message, wire.Progress) and fetch.plan and message.num_chunks == len(fetch.plan.chunks)
         if isinstance(message, wire.Refuse) and message.has_loose_writes:
             fetch.peer = None

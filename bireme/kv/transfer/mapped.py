@@ -13,6 +13,7 @@ import logging
 from collections.abc import Generator
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 
 from bireme.errors import BiremeError, ConfigError, RequestError, UnavailableError
@@ -59,8 +60,10 @@ class MappedBackend(Backend):
         self._shared: SharedMemory | None = None
         self._mapped: dict[str, tuple[SharedMemory, MappedMemory]] = {}  # by the exporter's endpoint
         self._out_of_reach: set[str] = set()
+        self._num_needed = 0  # groups, of the model
 
     def start(self, layout: KvLayout, memory: RowMemory | None, limit_bytes: int) -> None:
+        self._num_needed = len(layout.groups) - bool(layout.head)
         self._staged.start(layout, memory, limit_bytes)
         if memory is None:  # of no pool: each request's rows are its own
             return
@@ -101,9 +104,10 @@ class MappedBackend(Backend):
         if mapped is not None and known == shared:
             return mapped
         self.forget_peer(endpoint)
-        self._check(shared)
+        alike = shared.regions[: self.num_alike(shared)]
+        _check(shared)
         try:
-            found = self.memory.map(shared)
+            found = self.memory.map(msgspec.structs.replace(shared, regions=alike))
         except UnavailableError as error:
             self._out_of_reach.add(endpoint)
             logger.warning("transfer event=staged peer=%s reason=its memory can't be mapped: %s", endpoint, error)
@@ -128,22 +132,27 @@ class MappedBackend(Backend):
             self.forget_peer(endpoint)
         self._staged.close()
 
-    def _check(self, shared: SharedMemory) -> None:
-        """Refuse what would be read outside of the exporter's allocations: that would end this process, or its CUDA."""
+    def num_alike(self, shared: SharedMemory) -> int:
+        """Return how many groups have rows as ours, from the first on: the model's all. Raises RequestError."""
         assert self.memory is not None
         ours, theirs = _row_bytes(self.memory), _row_bytes(shared)
-        if ours != theirs:
+        pairs = list(zip(ours, theirs, strict=False))
+        count = next((at for at, (own, other) in enumerate(pairs) if own != other), len(pairs))
+        if count < self._num_needed:
             raise RequestError(
                 f"KV layout: tensors have rows of {theirs} bytes on prefill and {ours} on decode; serve the same model"
                 " on both"
             )
-        if not len(shared.handles) == len(shared.addresses) == len(shared.sizes):
-            raise BiremeError("KV transfer: the offer's memory can't be read")
-        for region in (region for group in shared.regions for region in group):
-            if not region.lies_within(shared.sizes):
-                raise BiremeError(
-                    "KV transfer: the offer names a tensor that does not lie in the memory that it shares"
-                )
+        return count
+
+
+def _check(shared: SharedMemory) -> None:
+    """Refuse what would be read outside of the exporter's allocations: that would end this process, or its CUDA."""
+    if not len(shared.handles) == len(shared.addresses) == len(shared.sizes):
+        raise BiremeError("KV transfer: the offer's memory can't be read")
+    for region in (region for group in shared.regions for region in group):
+        if not region.lies_within(shared.sizes):
+            raise BiremeError("KV transfer: the offer names a tensor that does not lie in the memory that it shares")
 
 
 def _row_bytes(memory: RowMemory | SharedMemory) -> list[list[int]]:
@@ -198,9 +207,13 @@ class MappedInlet(Inlet):
         if not self.maps_memory:
             raise BiremeError("KV transfer: the offer names memory that was not asked for")
         shared = offer.source.memory
-        self._mapped = self._backend.map(self._peer.endpoint, shared)
+        self._mapped, num_alike = self._backend.map(self._peer.endpoint, shared), self._backend.num_alike(shared)
         for group, (runs, regions) in enumerate(zip(offer.source.runs, shared.regions, strict=True)):
             num_rows = self._lasts.get(group, 0) - self._firsts.get(group, 0)
+            if num_rows and group >= num_alike:
+                raise RequestError(
+                    "KV layout: rows of a head are not those of the head on decode; serve the same on both"
+                )
             self._source.append(_rows_of(runs, num_rows, min((region.num_rows for region in regions), default=0)))
 
     def load(self, rows: TokenRows, chunk: Chunk) -> None:

@@ -21,7 +21,10 @@ class MappedHostPool:
     """Another process's pool. Used by the copier's thread."""
 
     def __init__(self, regions: Sequence[Sequence[Region]], shared: SharedMemory) -> None:
-        """`regions`: of this process's own rows. Raises UnavailableError when that memory can't be mapped."""
+        """`regions`: of this process's own rows; of groups that `shared` lacks none are copied.
+
+        Raises UnavailableError when that memory can't be mapped.
+        """
         self._targets = [_places([one.address for one in group], group) for group in regions]
         self._memory: Any = _map(shared)
         begin = np.frombuffer(self._memory, np.uint8).ctypes.data

@@ -162,7 +162,7 @@ class LaunchFootprint:
             raise UncountedError(f"not counted: {folder} is not on this machine")
         asked, draft = entry.engine_config, None
         speculation = asked.speculative_config
-        if speculation is not None and speculation.speculative_model and stage != "prefill":
+        if speculation is not None and speculation.speculative_model and _is_loaded(speculation.decoding_type, stage):
             if not Path(speculation.speculative_model).is_dir():
                 raise UncountedError(f"not counted: {speculation.speculative_model}, which drafts, is not here")
             draft = _draft_sizes(asked, speculation.decoding_type, Path(speculation.speculative_model))
@@ -268,6 +268,11 @@ class LaunchFootprint:
             remedy=f"set {tokens} or less in each worker" if tokens else "take a smaller model or more memory",
             is_error=False,
         )
+
+
+def _is_loaded(kind: str | None, stage: str) -> bool:
+    """Return whether a stage's engines have the model that drafts: on prefill a head, which sees the prompts."""
+    return stage != "prefill" or kind in EAGLE
 
 
 def _draft_sizes(asked: EngineConfig, kind: str, folder: Path) -> EngineSizes | HeadSizes:

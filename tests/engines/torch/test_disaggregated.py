@@ -26,12 +26,15 @@ PROMPTS = make_prompts(*MIXED)
 class Pair:
     """A prefill and a decode engine."""
 
-    def __init__(self, path, prefill_size=32, decode_size=16, transfers=None, **settings):
+    def __init__(
+        self, path, prefill_size=32, decode_size=16, transfers=None, of_prefill=None, of_decode=None, **settings
+    ):
         network = FakeNetwork()
         self.transfers = transfers or [network.join("prefill"), network.join("decode")]
         common = {"max_num_tokens": 64} | settings
-        self.prefill = Harness(path, self.transfers[0], "prefill", tokens_per_block=prefill_size, **common)
-        self.decode = Harness(path, self.transfers[1], "decode", tokens_per_block=decode_size, **common)
+        first, second = ({**common, **(own or {})} for own in (of_prefill, of_decode))
+        self.prefill = Harness(path, self.transfers[0], "prefill", tokens_per_block=prefill_size, **first)
+        self.decode = Harness(path, self.transfers[1], "decode", tokens_per_block=decode_size, **second)
 
     def __enter__(self):
         return self

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from bireme.discovery import run_folder
+from bireme.discovery.records import WorkerRecord, host_id
 from bireme.engines.torch.forward.modules import layers_of
 from bireme.errors import ConfigError
 from bireme.kv.blocks.events import DISK, HOST
+from bireme.kv.transfer.host_pool import HostPool
 from bireme.settings import SpeculativeConfig
 from tests.engines.torch import tiny_models
 from tests.engines.torch.eagle_heads import make_tensors, published, write_head
 from tests.engines.torch.known_answers import WholeDrafts
-from tests.engines.torch.test_disaggregated import Pair
+from tests.engines.torch.test_disaggregated import Pair, transfer_by
 from tests.engines.torch.test_tiers import settle
 from tests.engines.torch.torch_harness import Harness, request
+from tests.kv.transfer.needs import needs_nixl
 
 BASE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 8, "intermediate_size": 48, "eos_token_id": 2}
 TAPS = (1, 3, 4)
@@ -142,14 +148,93 @@ def test_preempted_requests_and_blocks_from_host_memory_say_the_same(base, expec
         assert engine.manager.num_referenced == 0
 
 
-def test_decode_drafts_from_its_own_tokens_on_behind_a_prefill_worker(base, expected):
+def imports(engine):
+    """Return how many transfers came with a head's rows and without, since the last call."""
+    counters = {labels: count for name, labels, count in engine.metrics.take_delta().counters if "head" in name}
+    return [counters["decode", rows] for rows in ("whole", "missing")]
+
+
+@pytest.mark.parametrize("sizes", [(16, 8), (8, 32)])
+def test_behind_a_prefill_worker_with_the_head_drafts_are_those_of_one_engine(base, expected, sizes):
     model, head = base
-    with Pair(model, 16, 8, max_num_tokens=32, **drafting(head)) as pair:
-        speculation = whole(pair.decode)
+    with Pair(model, *sizes, max_num_tokens=32, **drafting(head)) as pair:
+        seen = watched(pair.decode)
+        for _ in range(2):  # the second time decode holds what it has had, and prefill has seen it
+            seen.clear()
+            assert pair.run(PROMPTS, max_tokens=32) == expected
+            assert_published(seen, PROMPTS, expected)
+        seen.clear()
+        assert pair.decode.run([request(prompt, 32) for prompt in PROMPTS]) == expected
+        assert_published(seen, PROMPTS, expected)
+        for prompt, answer in zip(FEW, expected[2:6], strict=True):  # a stream that moved
+            moved, more = prompt + answer[:9], {"max_tokens": 32, "num_resumed": 9}
+            assert pair.go_on(moved, pair.begin(moved, **more), **more).finish.error == ""
+        assert [one.tokens for one in list(pair.decode.results.values())[-4:]] == [own[9:] for own in expected[2:6]]
+        assert imports(pair.decode) == [2 * len(PROMPTS) + len(FEW), 0]
+        pair.assert_nothing_is_held()
+
+
+def test_decode_drafts_from_its_own_tokens_on_behind_a_prefill_worker_without_the_head(base, expected, caplog):
+    model, head = base
+    with Pair(model, 16, 8, max_num_tokens=32, of_decode=drafting(head)) as pair:
+        seen = watched(pair.decode)
         assert pair.run(PROMPTS, max_tokens=32) == expected
         drafted = sum(one.finish.usage.drafted_tokens for one in pair.decode.results.values())
-        assert speculation.is_on and drafted > 100 and pair.prefill.core._parts.speculation is None
+        assert drafted > 100 and imports(pair.decode) == [0, len(PROMPTS)]
+        assert pair.prefill.core._parts.speculation is None
+        assert [record.levelname for record in caplog.records if "drafts_begin_late" in record.message] == ["WARNING"]
+        known = {tuple(prompt): first_drafts([*prompt, *own]) for prompt, own in zip(PROMPTS, expected, strict=True)}
+        assert any(known[prompt][length] != draft[0] for (prompt, length), draft in seen.items())
+        pair.prefill.engine.stop()
+        # What came without the head's rows is found, and not taken for what has them.
+        assert pair.decode.run([request(prompt, 32) for prompt in PROMPTS]) == expected
         pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("backend", "of_prefill"),
+    [("shm", "same"), ("shm", "wider"), ("files", "same"), ("shm", ""), pytest.param("nixl", "same", marks=needs_nixl)],
+)
+def test_a_head_s_rows_come_by_a_real_transfer_where_both_sides_have_it(
+    base, expected, tmp_path, monkeypatch, backend, of_prefill
+):
+    model, head = base
+    if backend == "files":
+        monkeypatch.setattr(HostPool, "shared", lambda pool: None)
+    wide = {
+        name: tensor.repeat(2, 1) if "k_proj" in name or "v_proj" in name else tensor
+        for name, tensor in make_tensors().items()
+    }
+    heads = {"same": head, "wider": write_head(tmp_path / "wide", wide, num_key_value_heads=4)}
+    with real_pair(tmp_path, model, backend, heads.get(of_prefill), head) as pair:
+        seen = watched(pair.decode)
+        for prompts, answers in ((PROMPTS[:4], expected[:4]), (PROMPTS[3:], expected[3:])):
+            assert pair.run(prompts, max_tokens=32) == answers
+        assert imports(pair.decode) == ([9, 0] if of_prefill == "same" else [0, 9])
+        if of_prefill == "same":
+            assert_published(seen, PROMPTS, expected)
+
+
+def real_pair(folder, model, backend, of_prefill, of_decode):
+    transfers = [
+        transfer_by("shm" if backend == "files" else backend, folder, worker) for worker in ("prefill", "decode")
+    ]
+    own = [drafting(head) if head else {} for head in (of_prefill, of_decode)]
+    pair = Pair(model, 16, 8, transfers, *own, max_num_tokens=32)
+    address = {"host": host_id(), "transfer_endpoint": transfers[0].endpoint}
+    run_folder.publish(folder, WorkerRecord(worker="prefill", life=1, pid=os.getpid(), **address))
+    return pair
+
+
+def test_a_prefill_worker_with_another_head_hands_over_the_model_s_rows_alone(base, expected, tmp_path):
+    model, head = base
+    other = write_head(tmp_path / "wide", make_tensors(7))
+    with Pair(model, max_num_tokens=32, of_prefill=drafting(other), of_decode=drafting(head)) as pair:
+        whole(pair.decode)
+        assert pair.run(FEW, max_tokens=32) == expected[2:6]
+        assert imports(pair.decode) == [0, len(FEW)]
+    with Pair(model, max_num_tokens=32, of_prefill=drafting(head)) as pair:
+        assert pair.run(FEW, max_tokens=32) == expected[2:6]
 
 
 def test_a_head_of_another_model_and_a_folder_that_is_not_there_are_refused(base, tmp_path):

@@ -5,6 +5,7 @@ Its keys and values lie in the model's blocks, as one layer more (`KvStore.head`
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from bireme.engines.torch.forward.forward import Forward
 from bireme.engines.torch.forward.opening import StepModel
 from bireme.engines.torch.forward.tapped import TappedPlaces, TappedRows
 from bireme.engines.torch.forward.warmup import first_plans
-from bireme.engines.torch.geometry import EngineLimits, group_layers
+from bireme.engines.torch.geometry import EngineLimits, HeadLayer, group_layers
 from bireme.engines.torch.pools.kv_store import HeadRows, KvStore
 from bireme.engines.torch.step import DraftedSequence, SchedulerOutput, Sequence
+from bireme.engines.torch.weights.checkpoint import files_digest
 from bireme.engines.torch.weights.eagle_bytes import KEPT_BYTES, eagle_bytes, gpu_bytes
-from bireme.engines.torch.weights.eagle_checkpoint import read_eagle
+from bireme.engines.torch.weights.eagle_checkpoint import WEIGHTS, read_eagle
 from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
 from bireme.kv.blocks.block_manager import BlockManager, BlockTable, GroupSpec
@@ -52,6 +54,11 @@ class LoadedHead:
     setup: Setup
     head: EagleHead
     uses_kernels: bool
+    identity: str  # of weights and dtype
+
+    @property
+    def layer(self) -> HeadLayer:
+        return HeadLayer(self.head.geometry, self.identity)
 
     @property
     def row_bytes(self) -> tuple[int, ...]:
@@ -76,7 +83,8 @@ class LoadedHead:
         builder = BatchBuilder(*shape, uses_kernels=self.uses_kernels)
         logger.info("eagle_head_loaded taps=%s kv_mib=%d", self.taps, rows.num_bytes >> 20)
         passes = EaglePasses(self.head, rows, builder, forward.decoder.embed, tapped, limits, forward.flash)
-        if forward.verifying is not None and tapped.places is not None:
+        drafts = self.setup.context.stage != "prefill"
+        if drafts and forward.verifying is not None and tapped.places is not None:
             try:
                 forward.rounds = passes.rounds = self._open_rounds(forward, passes, rows, tapped.places)
             except Exception as error:  # a head's passes are launched kernel by kernel
@@ -213,12 +221,12 @@ class EaglePasses:
 
 
 def load_head(setup: Setup, target: StepModel) -> LoadedHead | None:
-    """Return the head that the settings name; None: they name none, or this engine makes no drafts.
+    """Return the head that the settings name; None: they name none. Of a prefill worker it sees prompts alone.
 
     Raises ConfigError.
     """
     speculation = setup.config.speculative_config
-    if speculation is None or speculation.decoding_type not in EAGLE or setup.context.stage == "prefill":
+    if speculation is None or speculation.decoding_type not in EAGLE:
         return None
     key, folder = "speculative_config.speculative_model", Path(speculation.speculative_model or "")
     if not folder.is_dir():
@@ -226,5 +234,7 @@ def load_head(setup: Setup, target: StepModel) -> LoadedHead | None:
     if window := group_layers(target.geometry)[0].window:
         raise ConfigError(f"{key}: {folder.name}; a head sees all of a sequence, the model's layers {window} tokens")
     checkpoint = read_eagle(folder, setup.checkpoint.text_config)
-    head = EagleHead.of(checkpoint, target.geometry[0].dtype, setup.device)
-    return LoadedHead(setup, head, target.uses_kernels)
+    dtype = target.geometry[0].dtype
+    head = EagleHead.of(checkpoint, dtype, setup.device)
+    identity = hashlib.sha256(f"{files_digest(folder, (folder / WEIGHTS,))} {dtype}".encode()).hexdigest()
+    return LoadedHead(setup, head, target.uses_kernels, identity)

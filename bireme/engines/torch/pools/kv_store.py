@@ -4,7 +4,8 @@ Layers that share a window share block ids; each layer has its own two tensors (
 tokens_per_block, heads * size). Block 0 is padding: zero, and on a GPU, whose kernels never read it,
 what rows that fill up a graph's batch write.
 
-A drafting head's layer, whose shape may be another, lies beside the first group's layers, under the same block ids.
+A drafting head's layer, whose shape may be another, lies beside the first group's layers, under the same block ids. To
+transfers, where the other side may have no such head, it is a group of its own, the last.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bireme.engines.torch.geometry import UNSCALED, KvScales, LayerGeometry, LayerGroup
+from bireme.engines.torch.geometry import UNSCALED, HeadLayer, KvScales, LayerGeometry, LayerGroup
 from bireme.engines.torch.pools.mapped_pools import MappedPools, share_pools
 from bireme.engines.torch.pools.row_copies import RowCopies
 from bireme.kv.blocks.block_pool import NULL
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 class HeadRows:
     """Keys and values of a head's layer: what attends to a store's layers attends to it as layer 0 of these."""
 
+    identity: str
     keys: list[Tensor]
     values: list[Tensor]
     scales: list[KvScales]
@@ -58,7 +60,7 @@ class KvStore:
         tokens_per_block: int,
         device: torch.device,
         is_shared: bool = False,
-        head: LayerGeometry | None = None,
+        head: HeadLayer | None = None,
     ) -> None:
         """`is_shared`: other processes of the host copy rows out of it (a GPU's memory they can map in any case).
 
@@ -74,35 +76,33 @@ class KvStore:
         group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self.group_of = [group_of[layer] for layer in range(len(geometry))]
         self._host_pool: HostPool | None = None
-        tensors = self._allocate(geometry, num_blocks, is_shared)
-        self.keys = [keys for keys, _ in tensors]
-        self.values = [values for _, values in tensors]
-        self.head = None if head is None else self._head_rows(head, num_blocks[0])
-        self.regions = tuple(tuple(map(self._region, self._tensors(index))) for index in range(len(groups)))
+        keys, values = zip(*self._allocate(geometry, num_blocks, is_shared, head), strict=True)
+        self.keys, self.values = list(keys[: len(geometry)]), list(values[: len(geometry)])
+        self.head: HeadRows | None = None
+        if head is not None:
+            shape = self.windows[:1], tokens_per_block, device
+            self.head = HeadRows(head.identity, [keys[-1]], [values[-1]], [UNSCALED], *shape)
+        self.regions = tuple(tuple(map(self._region, group)) for group in self._moved_tensors)
 
     def _allocate(
-        self, geometry: Sequence[LayerGeometry], num_blocks: Sequence[int], is_shared: bool
+        self, geometry: Sequence[LayerGeometry], num_blocks: Sequence[int], is_shared: bool, head: HeadLayer | None
     ) -> list[list[Tensor]]:
-        """Return keys and values of each layer.
+        """Return keys and values of each layer, a head's last.
 
         They are zero, because padding is attended to with weight zero, and zero times NaN is NaN.
         """
-        rows = [(num_blocks[group] + 1) * self.tokens_per_block for group in self.group_of]
-        shapes = [[(count, size) for size in one.row_sizes] for count, one in zip(rows, geometry, strict=True)]
+        layers, group_of = list(geometry), list(self.group_of)
+        if head is not None:
+            layers.append(head.geometry)
+            group_of.append(0)
+        rows = [(num_blocks[group] + 1) * self.tokens_per_block for group in group_of]
+        shapes = [[(count, size) for size in one.row_sizes] for count, one in zip(rows, layers, strict=True)]
         if is_shared and self.device.type == "cpu":
-            return self._in_host_pool(shapes, [self._kept_dtype(one) for one in geometry])
+            return self._in_host_pool(shapes, [_kept_dtype(one) for one in layers])
         return [
-            [_zeros(shape, self._kept_dtype(one), self.device) for shape in pair]
-            for one, pair in zip(geometry, shapes, strict=True)
+            [_zeros(shape, _kept_dtype(one), self.device) for shape in pair]
+            for one, pair in zip(layers, shapes, strict=True)
         ]
-
-    def _head_rows(self, head: LayerGeometry, num_blocks: int) -> HeadRows:
-        count = (num_blocks + 1) * self.tokens_per_block
-        keys, values = (_zeros((count, size), head.dtype, self.device) for size in head.row_sizes)
-        return HeadRows([keys], [values], [UNSCALED], [self.windows[0]], self.tokens_per_block, self.device)
-
-    def _kept_dtype(self, layer: LayerGeometry) -> torch.dtype:
-        return torch.float8_e4m3fn if self.is_fp8 else layer.dtype
 
     def _region(self, tensor: Tensor) -> Region:
         kind = MemoryKind.DRAM if self.device.type == "cpu" else MemoryKind.VRAM
@@ -127,10 +127,14 @@ class KvStore:
     def layout(self, model: str) -> KvLayout:
         groups = tuple(GroupLayout(group.window, group.row_bytes) for group in self.groups)
         scales = tuple((one.keys, one.values) for one in self.scales) if self.is_fp8 else ()
-        return KvLayout(model, self.form, groups, scales)
+        if self.head is None:
+            return KvLayout(model, self.form, groups, scales)
+        row_bytes = sum(region.row_bytes for region in self.regions[-1])
+        of_head = GroupLayout(self.windows[0], (row_bytes,))
+        return KvLayout(model, self.form, (*groups, of_head), scales, self.head.identity)
 
     def token_rows(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> TokenRows:
-        """Return the rows of a request's tokens; `blocks`: the ids that it holds, a group each.
+        """Return the rows of a request's tokens, a head's as well; `blocks`: the ids that it holds, a group each.
 
         On a GPU they may be touched when the steps that have been started have ended: call it on the engine's thread.
         """
@@ -139,12 +143,14 @@ class KvStore:
         for held in blocks:
             index = np.asarray(held, dtype=np.int64)[positions // size]
             found.append(np.where(index == NULL, NOT_HELD, index * size + positions % size))
+        if self.head is not None:
+            found.append(found[0])
         return TokenRows(self, tuple(found), self._computed())
 
     @cached_property
     def copies(self) -> RowCopies:
         """What copies rows that the CPU can't address; takes its memory at the first use."""
-        return RowCopies(self._all_tensors, self.device)
+        return RowCopies(self._moved_tensors, self.device)
 
     def read(self, group: int, rows: Rows, ready: Any = None) -> memoryview:
         return self.copies.read(group, rows, ready)
@@ -170,12 +176,12 @@ class KvStore:
     def shared(self) -> SharedMemory | None:
         if self.device.type == "cpu":
             return None if self._host_pool is None else self._host_pool.shared()
-        return share_pools(self._all_tensors, self.device)
+        return share_pools(self._moved_tensors, self.device)
 
     def map(self, shared: SharedMemory) -> MappedMemory:
         if self.device.type == "cpu":
             return mapped_host_pool()(self.regions, shared)
-        return MappedPools(self._all_tensors, self.device, shared)
+        return MappedPools(self._moved_tensors, self.device, shared)
 
     def wait(self, ready: Any) -> None:
         if self.device.type == "cuda":
@@ -207,8 +213,9 @@ class KvStore:
         return event
 
     @property
-    def _all_tensors(self) -> list[list[Tensor]]:
-        return [self._tensors(group) for group in range(len(self.groups))]
+    def _moved_tensors(self) -> list[list[Tensor]]:
+        own = [self._tensors(group) for group in range(len(self.groups))]
+        return [*own, self._head_tensors] if self.head is not None else own
 
     @property
     def _head_tensors(self) -> list[Tensor]:
@@ -221,17 +228,24 @@ class KvStore:
         self, shapes: Sequence[Sequence[tuple[int, int]]], dtypes: Sequence[torch.dtype]
     ) -> list[list[Tensor]]:
         """Return each layer's keys and values in memory that other processes can map; zeros, as everywhere."""
+        moved = [group.layers for group in self.groups]
+        if len(shapes) > len(self.group_of):  # a head's is a group of its own
+            moved.append((len(self.group_of),))
         self._host_pool = HostPool(
             [
-                [(rows, size * dtypes[layer].itemsize) for layer in group.layers for rows, size in shapes[layer]]
-                for group in self.groups
+                [(rows, size * dtypes[layer].itemsize) for layer in layers for rows, size in shapes[layer]]
+                for layers in moved
             ]
         )
         found: dict[int, list[Tensor]] = {}
-        for group, arrays in zip(self.groups, self._host_pool.arrays, strict=True):
-            for layer, pair in zip(group.layers, zip(arrays[::2], arrays[1::2], strict=True), strict=True):
+        for layers, arrays in zip(moved, self._host_pool.arrays, strict=True):
+            for layer, pair in zip(layers, zip(arrays[::2], arrays[1::2], strict=True), strict=True):
                 found[layer] = [torch.from_numpy(array).view(dtypes[layer]) for array in pair]
         return [found[layer] for layer in range(len(shapes))]
+
+
+def _kept_dtype(layer: LayerGeometry) -> torch.dtype:
+    return layer.dtype if layer.scales is None else torch.float8_e4m3fn
 
 
 def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:

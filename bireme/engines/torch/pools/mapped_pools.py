@@ -60,7 +60,10 @@ class MappedPools:
     """Another process's pools. Used by the copier's thread."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], device: torch.device, shared: SharedMemory) -> None:
-        """`groups`: this process's own tensors. Raises UnavailableError when that memory can't be mapped."""
+        """`groups`: this process's own tensors; of those that `shared` lacks none are copied.
+
+        Raises UnavailableError when that memory can't be mapped.
+        """
         from bireme.engines.torch.kernels.copy_rows import FEW_SMS, WHOLE_GPU, RowCopier, RowPlace, row_places
 
         self._stream = torch.cuda.Stream(device)
@@ -77,7 +80,7 @@ class MappedPools:
         shape = WHOLE_GPU if shared.gpu == _gpu_of(device) else FEW_SMS
         bases = shared.addresses if self._is_own else self._addresses
         with torch.cuda.stream(self._stream):
-            for regions, tensors in zip(shared.regions, groups, strict=True):
+            for regions, tensors in zip(shared.regions, groups, strict=False):
                 sources = [RowPlace(bases[one.allocation] + one.offset, one.row_bytes) for one in regions]
                 targets = row_places(tensors)
                 widths = [place.stride for place in targets]

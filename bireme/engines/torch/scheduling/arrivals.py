@@ -55,6 +55,8 @@ class Arrivals:
             sequence.state, sequence.imported_at = SequenceStatus.RUNNING, time.monotonic()
             sequence.computed = len(sequence.tokens) - 1
             self._parts.manager.commit(sequence.table, sequence.tokens, sequence.computed, sequence.imported_from)
+            assert self._parts.importer is not None
+            self._parts.importer.arrived(sequence)
         except Exception as failure:
             self._requests.fail(sequence, failure)
 

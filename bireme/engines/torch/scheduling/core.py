@@ -220,6 +220,7 @@ class EngineCore:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
             num_tokens = self._deliver(plan, sequences, sampled, now, partial(self._draw, computed))
             self._observe(plan, places, work)
+            self._delivery.hand_over()
             ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
             self._landed(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
@@ -389,6 +390,7 @@ class EngineCore:
         if plan.drafts:
             num_tokens = delivered
         self._observe_started(started)
+        self._delivery.hand_over()
         seconds = now - max(started.began_at, self._landed_at)
         self._parts.accounts.stepped(started.path, seconds, num_tokens)
         self._landed(plan, started.work, started.began_at, now)

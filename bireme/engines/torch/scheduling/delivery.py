@@ -14,6 +14,7 @@ from bireme.messages import TokenLogprobs
 class TokenDelivery:
     def __init__(self, parts: Parts, scheduler: Scheduler, requests: OpenRequests) -> None:
         self._parts, self._scheduler, self._requests = parts, scheduler, requests
+        self._leaving: list[tuple[Sequence, StepOutput]] = []
         self._plain = PlainTokens([], [])  # of the last step; what happens between steps is emitted before it
 
     def take(self) -> tuple[list[StepOutput], PlainTokens]:
@@ -75,9 +76,16 @@ class TokenDelivery:
         elif sequence.num_output >= sequence.max_tokens:
             self._requests.finish(sequence, "length", delta)
         elif exporter is not None:
-            self._requests.hand_over(sequence, delta)
+            self._leaving.append((sequence, delta))
         else:
             self._requests.outputs.append(delta)
+
+    def hand_over(self) -> None:
+        """Let go of the step's context_only requests: what else sees a step has seen their prompts."""
+        leaving, self._leaving = self._leaving, []
+        for sequence, delta in leaving:
+            if sequence.state is SequenceStatus.RUNNING:
+                self._requests.hand_over(sequence, delta)
 
     def _end_prefill(self, sequence: Sequence, delta: StepOutput, now: float) -> None:
         """Its first token is there: let go of what only the prompt needed."""

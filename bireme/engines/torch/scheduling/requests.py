@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from bireme.engines.base import RequestKey, StepOutput
 from bireme.engines.torch.scheduling.deadlines import Deadlines
 from bireme.engines.torch.scheduling.parts import Parts
@@ -141,9 +143,10 @@ class OpenRequests:
 
     def hand_over(self, sequence: Sequence, delta: StepOutput) -> None:
         """End a context_only request whose blocks are kept for another engine."""
-        assert self._parts.exporter is not None
+        assert self._parts.exporter is not None and delta.exported is not None
         self._forget(sequence)
-        self._parts.exporter.export(sequence)
+        head = self._parts.exporter.export(sequence)
+        delta.exported = msgspec.structs.replace(delta.exported, head=head)
         self._report(sequence, "not_finished", delta)
 
     def _forget(self, sequence: Sequence) -> None:

@@ -263,7 +263,7 @@ class Scheduler:
         sequence.state, sequence.computed = SequenceStatus.WAITING, 0
         sequence.prompt_logprobs = []
         if sequence.drafting is not None:
-            sequence.drafting.follower = None
+            sequence.drafting.follower, sequence.drafting.num_seen = None, 0
         self.waiting.push(sequence)
 
     def _may_fit(self, head: Sequence) -> bool:

@@ -92,7 +92,7 @@ def read_checkpoint(model: str, trust_remote_code: bool = False, load_format: st
     for shard in shards if head is None else ():
         _check_shard(shard)
     quantization = read_quantization(told, shards) if shards and head is None else None
-    digest = _digest(folder, shards, head)
+    digest = files_digest(folder, shards, head)
     return Checkpoint(folder, config, shards, digest, quantization=quantization, gguf=head, told=told)
 
 
@@ -353,7 +353,7 @@ def _check_shard(shard: Path) -> None:
         raise ConfigError(f"{shard.name} is corrupted: {one_line(error)}; fetch the checkpoint again") from error
 
 
-def _digest(folder: Path, shards: tuple[Path, ...], gguf: GgufHead | None) -> str:
+def files_digest(folder: Path, shards: tuple[Path, ...], gguf: GgufHead | None = None) -> str:
     """Hash the configuration, and of each shard its head and samples of each tensor: whole files would take minutes."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     if (folder / _MODELOPT).exists():

@@ -6,8 +6,8 @@ first drafted token is drawn from. Further ones take a pass each, in which the h
 the next pass over what was kept writes these places anew. Where no draft is wanted there is no pass.
 
 Of tokens that the model has not computed for this request the head knows what blocks have of an earlier one, on the
-device or from a lower tier (`BlockPool.is_seen`). Where they have nothing, and of KV that came by transfer, it sees the
-sequence from the first block on of which it knows all: drafts are worse, and no token is another.
+device or from a lower tier (`BlockPool.is_seen`). It also knows what came by transfer from an engine that has it. Where
+any of these lack its rows, it sees the sequence from the next block on: drafts are worse, and no token is another.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class EagleDrafter:
         return used
 
     def _due(self, some: Iterable[OpenSequence], prompts: Container[OpenSequence]) -> list[OpenSequence]:
-        """Return those that the head is to see now: prompts, and of whom too much is kept, as far as a pass has room.
+        """Return those that the head is to see now, as far as a pass has room: prompts, and of whom too much is kept.
 
         What is too much and has no room is lost.
         """
@@ -96,7 +96,8 @@ class EagleDrafter:
         for sequence in some:
             count = _follower_of(sequence).num_unseen
             is_much = count > self._passes.most_unseen
-            if (is_much or sequence in prompts) and room >= count:
+            is_leaving = sequence.request.request_type == "context_only"
+            if (is_much or is_leaving or sequence in prompts) and room >= count:
                 due.append(sequence)
                 room -= count
             elif is_much:
@@ -152,11 +153,12 @@ class EagleDrafter:
         return follower
 
     def _open(self, sequence: OpenSequence, first: int) -> DraftedSequence:
-        number = -(-first // self._size)
-        if first == number * self._size:
-            number = self._blocks.first_seen(sequence.table.blocks[GROUP], number)
+        full, rest = divmod(first, self._size)
+        has_all = not rest or first == drafting_of(sequence).num_seen
+        if has_all and self._blocks.num_seen(sequence.table.blocks[GROUP], full) == full:
+            full = rest = 0
         follower = follow(sequence, 1, self._sampler.vocab_size)
-        follower.base = number * self._size
+        follower.base = (full + bool(rest)) * self._size
         follower.num_verified = max(first, follower.base)
         return follower
 

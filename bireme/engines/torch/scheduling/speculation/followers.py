@@ -52,11 +52,9 @@ class SeenBlocks:
         """`pool`: of the device, of GROUP."""
         self._pool, self._size = pool, tokens_per_block
 
-    def first_seen(self, blocks: Sequence[int], number: int) -> int:
-        """Return the first of the seen blocks that stand before `number` without a gap."""
-        while number and self._pool.is_seen(blocks[number - 1]):
-            number -= 1
-        return number
+    def num_seen(self, blocks: Sequence[int], most: int) -> int:
+        """Return how many blocks from the first on are; at most so many."""
+        return next((at for at, block in enumerate(blocks[:most]) if not self._pool.is_seen(block)), most)
 
     def forget(self, blocks: Sequence[int], first: int, end: int) -> None:
         """Rows of tokens [first, end) are going to be written."""

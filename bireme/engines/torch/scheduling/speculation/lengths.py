@@ -55,6 +55,30 @@ class DraftLengths(Protocol):
         """Drafts have paid lately."""
 
 
+class PromptsAlone:
+    """Of an engine that drafts nothing, whose head sees each prompt for the engine that its KV goes to."""
+
+    is_open = True
+
+    def due(self, plan: SchedulerOutput) -> Collection[Sequence]:
+        return ()
+
+    def paid(self, plan: SchedulerOutput, due: Collection[Sequence], seconds: float, once_s: float = 0.0) -> None:
+        return
+
+    def choose(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
+        return {}
+
+    def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
+        return False
+
+    def gained(self, sequence: Sequence, num_accepted: int) -> None:
+        return
+
+    def learn(self, sequence: Sequence, kind: int, num_tried: int, num_accepted: int) -> None:
+        return
+
+
 class MeasuredLengths:
     def __init__(
         self,

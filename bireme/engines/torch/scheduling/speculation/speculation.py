@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from bireme.engines.torch.scheduling.speculation.drafter import Drafter, drafting_of
 from bireme.engines.torch.scheduling.speculation.eagle import EagleDrafter, StepPlace, places_of
-from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths
+from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, MeasuredLengths, PromptsAlone
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.speculation.synthetic import SyntheticDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
@@ -218,16 +218,20 @@ def open_speculation(
     costs: StepCosts,
     is_on_gpu: bool,
     max_stream_gap_s: float,
+    is_prefill: bool = False,
 ) -> Speculation | None:
     """Return it; None: there are no drafts. `is_on_gpu`: steps with drafts take another path there than others.
 
-    `drafter`: one with a model, where the settings name it and this engine drafts.
+    `drafter`: one with a model, where the settings name it and this engine has it. `is_prefill`: it sees prompts for
+    engines that draft, and drafts nothing.
     """
     if config is None or not config.decoding_type:
         return None
-    drafter = drafter or _drafter(config)
+    drafter = drafter or (None if is_prefill else _drafter(config))
     if drafter is None:
         return None
+    if is_prefill:
+        return Speculation(drafter, PromptsAlone(), config, manager, metrics)
     verifying, by_cpu = (StepCosts(), None) if is_on_gpu else (None, StepCosts())
     lengths = MeasuredLengths(
         by_cpu or costs, verifying or by_cpu or costs, drafter.num_kinds, max_stream_gap_s, drafter.costs
