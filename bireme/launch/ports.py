@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import random
 import socket
 import threading
@@ -144,6 +145,7 @@ _unused: list[int] = []
 # A block is taken by a socket's abstract name, which is known where the ports are (in one network namespace), to all
 # users, and is free again when the process has ended, however it did.
 _taken: list[socket.socket] = []
+os.register_at_fork(after_in_child=_unused.clear)  # a fork takes blocks of its own
 
 
 def _take_block() -> None:

@@ -66,6 +66,14 @@ def test_no_other_process_gets_the_free_ports_of_one_that_lives():
     assert len(set(given[0])) == 600 and not set(given[0]) & set(given[1])
 
 
+def test_a_fork_gives_other_ports_than_the_process_that_it_was():
+    begun = "import os; from bireme.launch import free_port; free_port(); forked = os.fork()"
+    code = f"{begun}; os.write(1, b'%d ' % free_port()); forked and os.waitpid(forked, 0)"
+    command = [sys.executable, "-c", code]
+    mine, other = subprocess.run(command, capture_output=True, check=True).stdout.split()
+    assert mine != other
+
+
 def test_a_port_that_is_listened_on_is_not_free():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
