@@ -14,12 +14,16 @@ from tests.engines.torch import compiled_kernels
 
 
 @pytest.fixture(scope="module")
-def refusals(tmp_path_factory):
-    """By family of kernels: what the compiler said, which is nothing where it took them."""
-    folder = tmp_path_factory.mktemp("triton")
+def refusals(tmp_path_factory, pytestconfig):
+    """By family of kernels: what the compiler said, which is nothing where it took them.
+
+    What it has made is kept from run to run by its own key (source of the kernel and what it calls, types, options,
+    target, release), and is what the assertions look at: compiling all takes 20 s of CPU.
+    """
+    folder, kept = tmp_path_factory.mktemp("refusals"), pytestconfig.cache.mkdir("compiled_kernels")
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = [sys.executable, "-m", compiled_kernels.__name__, str(folder / "refusals")]
-    done = subprocess.run(program, env=own | {"TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True)
+    done = subprocess.run(program, env=own | {"TRITON_CACHE_DIR": str(kept)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads((folder / "refusals").read_text())
 
