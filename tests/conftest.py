@@ -21,6 +21,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("BIREME_OPENAI_PORT", "0")  # launches of tests share the machine; who wants it names a port
 # Test processes share the cores: threads of torch that wait by spinning take four times the CPU of those that sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy and scipy start theirs when they are imported
 if not Path("/dev/nvidiactl").exists():  # Triton's language looks at this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -82,15 +83,24 @@ def _row(module: str) -> int:
     return next((number for number, row in enumerate(ONE_PROCESS) if module.startswith(row)), len(ONE_PROCESS))
 
 
+def _together(nodeid: str) -> str:
+    """Return the name of the tests that run in one process with this one."""
+    module = nodeid.partition("::")[0]
+    row = _row(module)
+    return module if row == len(ONE_PROCESS) else f"row {row}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", type=int, default=0, metavar="N", help="run tests in N forks (tests/forks.py)")
+
+
 @pytest.hookimpl(optionalhook=True)  # environments of engines may lack pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByServer(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            row = _row(module)
-            return module if row == len(ONE_PROCESS) else f"row {row}"
+            return _together(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
             if node.gateway.id == COMPUTES:
@@ -103,7 +113,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)  # after pytest has put together what shares a parameter
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or config.option.forks:
         items.sort(key=lambda item: (_row(item.nodeid), not _is_of_servers(item)))
 
 
@@ -253,6 +263,10 @@ def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         config.pluginmanager.register(FailuresAtOnce(terminal))
+    if config.option.forks:
+        from tests.forks import Forks
+
+        config.pluginmanager.register(Forks(config, config.option.forks, _together))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
@@ -87,26 +88,26 @@ def of_words(model, trainer, normalizer, pre_tokenizer):
 OF_WORDS = [pattern for pattern in sorted(KNOWN_SPLITS) if r"\p{L" in pattern]
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 AT_WORDS = {
-    "gpt2": byte_bpe(GPT2),
-    "llama3": byte_bpe(split(SPLIT.replace("\n", "")), ignore_merges=True),
-    "qwen": byte_bpe(split(SPLIT.replace("{1,3}", "")), normalizers.NFC()),
-    "metaspace_first": metaspace(prepend_scheme="first", split=False),
-    "metaspace_always": metaspace(prepend_scheme="always"),
-    "gemma": sentence_piece(),
-    "deepseek": byte_bpe(split(*sorted(KNOWN_SPLITS, key=len))),
-    **{f"split_{number}": byte_bpe(split(pattern)) for number, pattern in enumerate(OF_WORDS)},
+    "gpt2": lambda: byte_bpe(GPT2),
+    "llama3": lambda: byte_bpe(split(SPLIT.replace("\n", "")), ignore_merges=True),
+    "qwen": lambda: byte_bpe(split(SPLIT.replace("{1,3}", "")), normalizers.NFC()),
+    "metaspace_first": lambda: metaspace(prepend_scheme="first", split=False),
+    "metaspace_always": lambda: metaspace(prepend_scheme="always"),
+    "gemma": sentence_piece,
+    "deepseek": lambda: byte_bpe(split(*sorted(KNOWN_SPLITS, key=len))),
+    **{f"split_{number}": partial(byte_bpe, split(pattern)) for number, pattern in enumerate(OF_WORDS)},
 }
 AT_TOKENS = {
-    "llama2": sentence_piece(normalizers.Prepend("▁")),
-    "prefix_space": byte_bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "own_regex": byte_bpe(split(r"\w+ \w+|\s|.")),
-    "unigram": of_words(
+    "llama2": lambda: sentence_piece(normalizers.Prepend("▁")),
+    "prefix_space": lambda: byte_bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "own_regex": lambda: byte_bpe(split(r"\w+ \w+|\s|.")),
+    "unigram": lambda: of_words(
         models.Unigram(),
         trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False),
         normalizers.NFKC(),
         pre_tokenizers.Metaspace(),
     ),
-    "bert": of_words(
+    "bert": lambda: of_words(
         models.WordPiece(unk_token="[UNK]"),
         trainers.WordPieceTrainer(special_tokens=["[UNK]"], show_progress=False),
         normalizers.BertNormalizer(),
@@ -114,6 +115,12 @@ AT_TOKENS = {
     ),
 }
 ALL = AT_WORDS | AT_TOKENS
+
+
+@cache
+def tokenizer_of(name):
+    """Not made at the import: training `unigram` starts threads."""
+    return ALL[name]()
 
 
 def plain(tokenizer):
@@ -128,7 +135,7 @@ def caching(tokenizer, max_bytes=1 << 20, part_characters=4):
 @settings(max_examples=50, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=3), end=TEXTS)
 def test_tokens_are_those_of_the_whole_text(name, texts, end):
-    cache, encode = caching(ALL[name]), plain(ALL[name])
+    cache, encode = caching(tokenizer_of(name)), plain(tokenizer_of(name))
     for text in ("".join(texts), "".join(texts) + end, texts[0] + end, "".join(texts)):
         assert cache.encode(text).tolist() == encode(text)
 
@@ -146,7 +153,7 @@ def test_prompts_of_the_sample_models_are_exact_too(folder, backend):
 @pytest.mark.parametrize("name", ALL)
 def test_places_to_cut_at_are_found(name):
     text = "the quick<|im_start|> brown fox"
-    pattern = cut_pattern(ALL[name])
+    pattern = cut_pattern(tokenizer_of(name))
     assert pattern is not None
     assert list(cuts(text, pattern, 1)) == ([3, 9, 27] if name in AT_WORDS else [9])
 
@@ -175,7 +182,7 @@ def test_a_vocabulary_with_tokens_of_several_words_is_cut_at_added_tokens_alone(
 
 
 def test_what_texts_begin_with_in_common_is_encoded_once():
-    metrics, tokenizer = Registry("chat"), AT_WORDS["gpt2"]
+    metrics, tokenizer = Registry("chat"), tokenizer_of("gpt2")
     cache = PrefixCache(plain(tokenizer), cut_pattern(tokenizer), 1 << 20, metrics, part_characters=100)
     common = "".join(f"{number} {WORDS}" for number in range(100))
     for question in ("first", "second"):
@@ -188,14 +195,14 @@ def test_what_texts_begin_with_in_common_is_encoded_once():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), TEXTS), max_size=12))
 def test_beginnings_that_are_kept_whole_change_no_tokens(asked):
-    cache, encode = caching(AT_WORDS["gpt2"]), plain(AT_WORDS["gpt2"])
+    cache, encode = caching(tokenizer_of("gpt2")), plain(tokenizer_of("gpt2"))
     for number, length, end in asked:
         text = (WORDS * 2 + f"{number} " + WORDS * 2)[: 3 * length] + end
         assert cache.encode(text).tolist() == encode(text)
 
 
 def test_what_many_texts_begin_with_is_kept_whole_within_the_bytes():
-    cache = caching(AT_WORDS["gpt2"], max_bytes=40_000, part_characters=20)
+    cache = caching(tokenizer_of("gpt2"), max_bytes=40_000, part_characters=20)
     for number in range(30):
         for end in "abc":
             cache.encode(f"{number} {WORDS * 8}" + end)
@@ -205,7 +212,7 @@ def test_what_many_texts_begin_with_is_kept_whole_within_the_bytes():
 
 def test_another_salt_finds_nothing():
     asked = []
-    tokenizer = AT_WORDS["gpt2"]
+    tokenizer = tokenizer_of("gpt2")
     cache = PrefixCache(lambda text: asked.append(text) or plain(tokenizer)(text), cut_pattern(tokenizer), 1 << 20)
     for salt in ("", "one", "one"):
         cache.encode("".join(f"{number} {WORDS}" for number in range(300)), salt)
@@ -214,7 +221,7 @@ def test_another_salt_finds_nothing():
 
 
 def test_the_parts_used_least_lately_go_when_the_bytes_are_used_up():
-    cache = caching(AT_WORDS["gpt2"], max_bytes=20_000, part_characters=50)
+    cache = caching(tokenizer_of("gpt2"), max_bytes=20_000, part_characters=50)
     for number in range(100):
         cache.encode(f"{number} {WORDS * 5}")
         assert cache.num_bytes <= 20_000
@@ -222,8 +229,8 @@ def test_the_parts_used_least_lately_go_when_the_bytes_are_used_up():
 
 
 def test_threads_share_it():
-    cache, text = caching(AT_WORDS["qwen"], max_bytes=3000, part_characters=20), WORDS * 50
-    found, expected = [], plain(AT_WORDS["qwen"])(text)
+    cache, text = caching(tokenizer_of("qwen"), max_bytes=3000, part_characters=20), WORDS * 50
+    found, expected = [], plain(tokenizer_of("qwen"))(text)
     threads = [threading.Thread(target=lambda: found.append(cache.encode(text).tolist())) for _ in range(8)]
     for thread in threads:
         thread.start()

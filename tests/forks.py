@@ -1,0 +1,295 @@
+"""`--forks N` runs the tests in N forks of the process that has collected them, so that nothing is imported N times.
+
+A process of pytest-xdist imports and collects by itself, for 9 s of CPU and 700 MB. A fork has all that from the start,
+and shares the memory. So importing a test module must neither start threads, for whose work a fork would wait for ever
+(it is refused), nor ask for a GPU: where there is one, the Makefile takes pytest-xdist instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+
+from bireme import own_process
+from bireme.child_process import describe_exit
+
+_LEAVE_S = 10.0
+_SHARED = "transformers.models.llama.modeling_llama"  # nearly each fork would import it, for 2.5 s of CPU
+
+
+class _Warned(NamedTuple):
+    message: str
+    category: type[Warning]
+    filename: str
+    line: int
+    when: str
+    nodeid: str
+
+
+class _Ran(NamedTuple):
+    """One test: its place in the session's items, and its reports in the form of pytest's own hook."""
+
+    index: int
+    reports: list[dict[str, Any]]
+
+
+class _Fork:
+    """One process. It asks with None for tests that go together: the answer is their places, or None for the end."""
+
+    def __init__(self, pid: int, pipe: Connection, takes_last: bool) -> None:
+        self.pid, self.pipe, self.takes_last = pid, pipe, takes_last
+        self.watch = os.pidfd_open(pid)  # a child of a test may hold the pipe open
+        self.open: deque[int] = deque()  # tests that it was given and has not reported
+
+    def give(self, unit: list[int] | None) -> None:
+        self.open.extend(unit or ())
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `watch` tells
+            self.pipe.send(unit)
+
+    def reap(self) -> int:
+        """Return how it has ended: the status, or the negative signal."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.watch)
+        self.pipe.close()
+        return os.waitstatus_to_exitcode(status)
+
+
+class Forks:
+    """Runs a session's tests. `together`: a test's node id -> the name of what one process has to run."""
+
+    def __init__(self, config: pytest.Config, number: int, together: Callable[[str], str]) -> None:
+        self._config, self._number, self._together = config, number, together
+        self._units: deque[list[int]] = deque()  # places of tests that go together, and that no fork has been given
+        self._forks: list[_Fork] = []
+        self._started = 0
+        self._starts_threads = ""  # what was collected when a library's first thread was seen
+        self._status = int(pytest.ExitCode.INTERNAL_ERROR)  # until the session has ended
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Iterator[None]:
+        """The threads of tokenizers would be missing in a fork."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TOKENIZERS_PARALLELISM", "false")
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[None]:
+        report = yield
+        self._look_for_threads(collector.nodeid)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed or self._config.option.collectonly:
+            return None  # as without forks
+        if "transformers" in sys.modules:
+            importlib.import_module(_SHARED)
+            self._look_for_threads(_SHARED)
+        if self._starts_threads:
+            raise pytest.UsageError(
+                f"{self._starts_threads} starts a library's threads (torch, tokenizers) when it is imported, and forks"
+                " have no threads: make what starts them a fixture, or run with -n instead of --forks"
+            )
+        units: dict[str, list[int]] = {}
+        for index, item in enumerate(session.items):
+            units.setdefault(self._together(item.nodeid), []).append(index)
+        self._units.extend(units.values())
+        try:
+            for _ in range(min(self._number, len(units))):
+                self._start(session)
+            while self._forks:
+                self._hear(session)
+        finally:
+            self._end()
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        return True
+
+    def _look_for_threads(self, begun: str) -> None:
+        if not self._starts_threads and len(os.listdir("/proc/self/task")) > threading.active_count():
+            self._starts_threads = begun
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._status = int(exitstatus)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        if self._started:
+            own_process.end_process(self._status)  # triton tells of leaks, for what was frozen (tests/conftest.py)
+
+    def _start(self, session: pytest.Session) -> None:
+        folder = self._config._tmp_path_factory.getbasetemp() / f"fork-{self._started}"  # type: ignore[attr-defined]
+        folder.mkdir(mode=0o700)
+        here, there = Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        if (pid := os.fork()) == 0:
+            own_process.die_with_parent(parent)
+            for fork in self._forks:
+                fork.pipe.close()
+            here.close()
+            self._config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
+            _run(session, there)
+        there.close()
+        self._forks.append(_Fork(pid, here, takes_last=self._started % self._number == 0))
+        self._started += 1
+
+    def _hear(self, session: pytest.Session) -> None:
+        """Wait for news of any, and act on it."""
+        stops = bool(session.shouldfail or session.shouldstop)
+        news = set(wait([place for fork in self._forks for place in (fork.pipe, fork.watch)]))
+        for fork in [fork for fork in self._forks if news & {fork.pipe, fork.watch}]:
+            try:
+                told = fork.pipe.recv() if fork.pipe.poll() else EOFError
+            except (EOFError, ConnectionResetError):
+                told = EOFError
+            if told is EOFError:
+                self._replace(fork, session)
+            elif told is None:
+                fork.give(None if stops or not self._units else self._next_unit(fork))
+            elif isinstance(told, _Warned):
+                self._tell_warning(told)
+            else:
+                fork.open.remove(told.index)
+                for data in told.reports:
+                    self._tell(self._config.hook.pytest_report_from_serializable(config=self._config, data=data))
+        if not stops and (session.shouldfail or session.shouldstop):
+            for fork in self._forks:
+                fork.give(None)
+
+    def _next_unit(self, fork: _Fork) -> list[int]:
+        return self._units.pop() if fork.takes_last else self._units.popleft()
+
+    def _replace(self, fork: _Fork, session: pytest.Session) -> None:
+        """A fork has ended. In the middle of a test that is its failure, and another fork goes on after it."""
+        self._forks.remove(fork)
+        status = fork.reap()
+        if session.shouldfail or session.shouldstop or not (status or fork.open):
+            return
+        ended = describe_exit(status)
+        if not fork.open:
+            raise RuntimeError(f"a process of --forks that had no test to run ended with {ended}")
+        item = session.items[fork.open.popleft()]
+        reason = f"the process that ran {item.nodeid} ended with {ended}"
+        self._tell(pytest.TestReport(item.nodeid, item.location, {}, "failed", reason, "call"))
+        if fork.open:
+            self._units.appendleft(list(fork.open))
+        if self._units:
+            self._start(session)
+
+    def _tell(self, report: pytest.TestReport) -> None:
+        self._config.hook.pytest_runtest_logreport(report=report)
+
+    def _tell_warning(self, told: _Warned) -> None:
+        message = warnings.WarningMessage(told.category(told.message), told.category, told.filename, told.line)
+        self._config.hook.pytest_warning_recorded.call_historic(
+            kwargs={"warning_message": message, "when": told.when, "nodeid": told.nodeid, "location": None}
+        )
+
+    def _end(self) -> None:
+        """After an interrupt, which forks have got from the terminal, too: those that stay are killed."""
+        for fork in self._forks:
+            fork.give(None)
+        deadline = time.monotonic() + _LEAVE_S
+        for fork in self._forks:
+            if not wait([fork.watch], timeout=max(0.0, deadline - time.monotonic())):
+                os.kill(fork.pid, signal.SIGKILL)
+            fork.reap()
+        self._forks.clear()
+
+
+class _Reporter:
+    """In a fork: keeps what is told of a test until it has ended."""
+
+    def __init__(self, config: pytest.Config, pipe: Connection) -> None:
+        self._config, self._pipe = config, pipe
+        self._tells_all = config.option.durations is not None or config.option.xmlpath
+        self._reports: list[dict[str, Any]] = []
+        self._is_told_of_the_past = True  # by pytest, which tells each new plugin of all warnings
+        config.pluginmanager.register(self)
+        self._is_told_of_the_past = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._tells_all or report.when == "call" or report.outcome != "passed":  # a passed set-up is shown nowhere
+            data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+            self._reports.append(data)
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str, nodeid: str) -> None:
+        message, of = warning_message, warning_message.category
+        if not self._is_told_of_the_past:
+            self._pipe.send(_Warned(str(message.message), of, message.filename, message.lineno, when, nodeid))
+
+    def send(self, index: int) -> None:
+        self._pipe.send(_Ran(index, self._reports))
+        self._reports = []
+
+
+def _run(session: pytest.Session, pipe: Connection) -> NoReturn:
+    """Be a fork: run what is given until there is no more."""
+    status = 1
+    try:
+        atexit._clear()  # those of the process that has collected
+        reporter = _own(session.config, pipe)
+        given = _given(pipe)
+        index = next(given, None)
+        while index is not None and not session.shouldfail and not session.shouldstop:
+            following = next(given, None)  # what both need is not torn down between them
+            item, nextitem = session.items[index], None if following is None else session.items[following]
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+            reporter.send(index)
+            index = following
+        session._setupstate.teardown_exact(None)
+        status = 0
+    except KeyboardInterrupt:
+        with contextlib.suppress(BaseException):
+            session._setupstate.teardown_exact(None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        own_process.end_process(status)
+
+
+def _own(config: pytest.Config, pipe: Connection) -> _Reporter:
+    """Have what is captured, shown and reported be this process's own."""
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:  # its files are the parent's
+        capture.stop_global_capturing()
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+    terminal: Any = config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None:
+        terminal._tw._file = open(os.devnull, "w")
+    return _Reporter(config, pipe)
+
+
+def _given(pipe: Connection) -> Iterator[int]:
+    """Yield the places of tests; the next ones are asked for before the last that are known has run."""
+    while True:
+        pipe.send(None)
+        try:
+            unit = pipe.recv()
+        except EOFError:
+            return
+        if unit is None:
+            return
+        for index in unit:
+            if pipe.poll():  # unasked: the end
+                return
+            yield index

@@ -1,0 +1,96 @@
+"""A run of pytest in forks: what they tell, and what becomes of one that dies."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+CONFIGURATION = """
+from tests.forks import Forks
+
+def pytest_configure(config):
+    config.pluginmanager.register(Forks(config, 2, lambda nodeid: nodeid.partition("::")[0]))
+"""
+TESTS = """
+import os, signal, warnings
+import pytest
+
+@pytest.fixture(scope="module")
+def shared():
+    yield os.getpid()
+    with open("torn_down", "a") as file:
+        print(os.getpid(), file=file)
+
+def test_passes(shared, tmp_path): (tmp_path / "kept").write_text(str(os.getpid()))
+
+def test_fails(shared):
+    os.system("echo told by a child")
+    assert shared == 0
+
+def test_warns(): warnings.warn("look out")
+
+def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
+
+def test_goes_on(shared, tmp_path): (tmp_path / "kept").write_text(str(os.getpid()))
+
+def test_ends(shared): pass
+"""
+
+# The tokenizers library does this on its pool whatever TOKENIZERS_PARALLELISM says.
+THREADS = """
+from tokenizers import Tokenizer, models, trainers
+Tokenizer(models.Unigram()).train_from_iterator(["a text"], trainers.UnigramTrainer(vocab_size=9, show_progress=False))
+"""
+
+
+def run(folder, *options):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp=kept", *options]
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forks")
+    (folder / "conftest.py").write_text(CONFIGURATION)
+    (folder / "test_first.py").write_text(TESTS)
+    (folder / "test_second.py").write_text("def test_passes(): pass")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(folder):
+    return run(folder)
+
+
+def test_a_process_that_dies_fails_its_test_and_another_goes_on_after_it(folder, ran):
+    assert (ran.returncode, "2 failed, 5 passed, 1 warning" in ran.stdout) == (1, True), ran.stdout
+    assert "the process that ran test_first.py::test_dies ended with signal SIGKILL" in ran.stdout
+    first, second = (path.read_text() for path in sorted(folder.glob("kept/*/*0/kept")))
+    assert first != second
+
+
+def test_failures_come_with_what_was_written_and_warnings_once(ran):
+    assert "told by a child" in ran.stdout
+    assert ran.stdout.count("UserWarning: look out") == 1
+
+
+def test_what_tests_share_is_torn_down_once_after_the_last_of_them(folder, ran):
+    *_, last = sorted(folder.glob("kept/*/test_goes_on0/kept"))
+    assert (folder / "torn_down").read_text().split() == [last.read_text()]
+
+
+def test_a_run_that_is_to_end_at_a_failure_does(folder, ran):
+    stopped = run(folder, "-x", "test_first.py")
+    assert (stopped.returncode, "1 failed, 1 passed" in stopped.stdout) == (1, True), stopped.stdout
+    assert (folder / "torn_down").read_text().count("\n") == 2
+
+
+def test_a_module_that_starts_threads_of_a_library_is_refused_by_name(folder):
+    (folder / "test_threads.py").write_text(f"{THREADS}\ndef test_passes(): pass")
+    refused = run(folder, "test_threads.py", "test_second.py")
+    assert refused.returncode == 4, refused.stdout
+    assert "test_threads.py starts a library's threads" in refused.stderr
