@@ -25,6 +25,7 @@ import pytest
 
 from bireme import own_process
 from bireme.child_process import describe_exit
+from tests.warm_children import WarmChildren
 
 _LEAVE_S = 10.0
 _SHARED = "transformers.models.llama.modeling_llama"  # nearly each fork would import it, for 2.5 s of CPU
@@ -246,6 +247,7 @@ def _run(session: pytest.Session, pipe: Connection) -> NoReturn:
     status = 1
     try:
         atexit._clear()  # those of the process that has collected
+        WarmChildren().install()
         reporter = _own(session.config, pipe)
         given = _given(pipe)
         index = next(given, None)
