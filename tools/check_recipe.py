@@ -6,6 +6,12 @@
 
 One line for each finding: file, line, error or warning, key, value, the reason, what to do instead. TensorRT-LLM's
 engine YAMLs are held against its API for every release that bireme drives, or the one that `engine_version` names.
+With --gpu it is the GPUs named that engines are to run on, in place of this machine's: what they lack (8-bit floats,
+bfloat16) and what does not fit is said before anybody starts there. The host's memory stays this machine's.
+
+    python tools/check_recipe.py recipes/qwen3 --gpu h100 --gpu h100
+    python tools/check_recipe.py recipes/qwen3 --gpu 24@8.6
+
 With --json the last line is one JSON document.
 
 Where a worker's model is on this machine, lines follow of what its engines take of memory: weights, KV pool, the
@@ -19,18 +25,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bireme.config import CHECKOUT
 from bireme.launch.footprint.launch_footprint import LaunchFootprint
-from bireme.launch.footprint.machine_memory import read_machine
+from bireme.launch.footprint.machine_memory import MachineMemory, read_machine
 from bireme.launch.recipe_check import Finding, check_folder, footprint_of
+from bireme.sizing.machines import GPUS
 
 GOOD, BAD, WRONG = 0, 1, 2
+
+
+class TargetGpu(NamedTuple):
+    num_bytes: int
+    capability: tuple[int, int]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [name for name in options.recipes if not recipe_folders(Path(name))]
     for name in missing:
         print(f"{name}: no recipe.yaml there; name a recipe's folder, such as recipes/tiny", file=sys.stderr)
-    machine = read_machine()
+    machine = with_gpus(read_machine(), options.gpu)
     found = {str(folder): check_folder(folder, machine) for folder in folders}
     report(found, {str(folder): footprint_of(folder, machine) for folder in folders})
     if options.json:
@@ -54,9 +69,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [str(CHECKOUT / "recipes")]
     parser.add_argument("recipes", nargs="*", default=default, metavar="RECIPE", help="folders; default: all recipes")
+    told = f"one of {', '.join(GPUS)}, or GiB@CAPABILITY such as 40@8.0; once for each GPU"
+    parser.add_argument("--gpu", type=target_gpu, action="append", default=[], metavar="GPU", help=told)
     parser.add_argument("--json", action="store_true", help="end with one JSON document: recipe -> findings")
     parser.add_argument("--warnings-are-errors", action="store_true", help="exit with 1 for a warning, too")
     return parser.parse_args(arguments)
+
+
+def target_gpu(text: str) -> TargetGpu:
+    """Read one --gpu. Raises ArgumentTypeError."""
+    if (known := GPUS.get(text)) is not None:
+        return TargetGpu(known.memory_bytes, known.capability)
+    if (found := re.fullmatch(r"(\d{1,4})@(\d{1,2})\.(\d)", text)) is None or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text}: one of {', '.join(GPUS)}, or GiB@CAPABILITY such as 40@8.0")
+    return TargetGpu(int(found[1]) << 30, (int(found[2]), int(found[3])))
+
+
+def with_gpus(machine: MachineMemory, gpus: list[TargetGpu]) -> MachineMemory:
+    """Return a machine with these GPUs, or with its own where none is named."""
+    if not gpus:
+        return machine
+    sizes, capabilities = zip(*gpus, strict=True)
+    return replace(machine, gpus=sizes, capabilities=capabilities)
 
 
 def recipe_folders(path: Path) -> list[Path]:

@@ -22,7 +22,11 @@ class Gpu:
     gpus_per_node: int
     nvlink_domain: int  # GPUs that reach each other by NVLink; more than a node: racks such as NVL72
     network_bytes_per_s: float  # of one GPU, one way, beyond the domain
-    is_blackwell: bool
+    capability: tuple[int, int]  # compute capability, by NVIDIA's table of CUDA GPUs
+
+    @property
+    def is_blackwell(self) -> bool:
+        return self.capability >= (10, 0)
 
     def flops_of(self, weights: Format) -> float:
         """Return the rate of products with weights of that format; what a GPU lacks is computed in BF16."""
@@ -38,24 +42,24 @@ GPUS: Mapping[str, Gpu] = {
         Gpu(
             name="h100", memory_bytes=85_520_809_984, memory_bytes_per_s=3350 * GB, flops=_HOPPER,
             nvlink_bytes_per_s=450 * GB, gpus_per_node=8, nvlink_domain=8, network_bytes_per_s=50 * GB,
-            is_blackwell=False,
+            capability=(9, 0),
         ),
         Gpu(
             name="h200", memory_bytes=150_754_820_096, memory_bytes_per_s=4800 * GB, flops=_HOPPER,
             nvlink_bytes_per_s=450 * GB, gpus_per_node=8, nvlink_domain=8, network_bytes_per_s=50 * GB,
-            is_blackwell=False,
+            capability=(9, 0),
         ),
         Gpu(
             name="b200", memory_bytes=191_000_000_000, memory_bytes_per_s=7700 * GB,
             flops={"bf16": 2250e12, "fp8": 4500e12, "fp4": 9000e12},
             nvlink_bytes_per_s=900 * GB, gpus_per_node=8, nvlink_domain=8, network_bytes_per_s=50 * GB,
-            is_blackwell=True,
+            capability=(10, 0),
         ),
         Gpu(
             name="gb200", memory_bytes=198_000_000_000, memory_bytes_per_s=8000 * GB,
             flops={"bf16": 2500e12, "fp8": 5000e12, "fp4": 10000e12},
             nvlink_bytes_per_s=900 * GB, gpus_per_node=4, nvlink_domain=72, network_bytes_per_s=50 * GB,
-            is_blackwell=True,
+            capability=(10, 0),
         ),
     )
 }  # fmt: skip

@@ -178,3 +178,22 @@ def test_json_ends_the_output_as_one_document(tmp_path, capsys):
     check_recipe.main([str(write(tmp_path, FILES | {"decode": DECODE.replace("CUTLASS", "CUTLAS")})), "--json"])
     (findings,) = json.loads(capsys.readouterr().out.splitlines()[-1]).values()
     assert findings[0]["line"] == 11 and findings[0]["severity"] == "error" and "CUTLASS?" in findings[0]["remedy"]
+
+
+def test_a_gpu_that_is_named_is_what_a_recipe_is_held_against(tmp_path, capsys):
+    config = {"kv_cache_config": {"dtype": "fp8"}, "quant_config": {"quant_algo": "FP8"}}
+    decode = {"engine": "torch", "engine_config": config}
+    model = str(CHECKOUT / "models" / "tiny-chat")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": model, "workers": {"decode": decode}}))
+    assert check_recipe.main([str(tmp_path), "--gpu", "24@8.6"]) == check_recipe.BAD
+    said = capsys.readouterr().out
+    assert "quant_algo: FP8; GPUs before compute capability 8.9" in said
+    assert "kv_cache_config.dtype: fp8; GPUs before compute capability 8.9" in said
+    assert check_recipe.main([str(tmp_path), "--gpu", "h100"]) == check_recipe.GOOD
+
+
+@pytest.mark.parametrize("text", ["h101", "24", "0@8.0", "24@8", "-1@8.0"])
+def test_a_gpu_that_is_not_one_is_refused_by_what_can_stand_there(text, capsys):
+    with pytest.raises(SystemExit):
+        check_recipe.main([f"--gpu={text}"])
+    assert "one of h100, h200, b200, gb200, or GiB@CAPABILITY" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What never changes after the start: the shape of layers, their groups, and what one engine takes.
+"""What never changes after the start: the shape of layers, their groups, what one engine takes, what its GPU must be.
 
 Needs no torch: a program that starts engines says with it what they will take.
 """
@@ -7,20 +7,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+from bireme.settings import NO_QUANT
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_FIRST_WITH_FP8 = (8, 9)  # the compute capability from which on instructions convert 8-bit floats
+Capability: TypeAlias = tuple[int, int]
+
+NEWEST: Capability = (99, 0)  # taken for a GPU whose driver does not tell
+# Compute capabilities by the PTX ISA's target notes, for the instructions that our kernels are made of.
+_FIRST_WITH_FP8 = (8, 9)  # cvt.rn.f16x2.e4m3x2
+_FIRST_WITH_BFLOAT16 = (8, 0)  # fma.rn.bf16x2, which 4-bit weights are unpacked with, too
+NO_FEW_BITS = "a CPU, or a GPU without triton, has no products of weights in few bits"
+NEWER_GPU = "remove it, or take a newer GPU"  # where quant_config asks a plain checkpoint to be rounded
+DEQUANTIZE = f"remove it, or set {NO_QUANT}, to have it dequantized"
+OTHER_DTYPE = "set auto or float32, or take a newer GPU"
 MOST_GATHERED_BYTES = 8 << 20  # of keys and values that decode rows copy at once, on a CPU: at least one row's
 MOST_SCORES = 1 << 20  # that attention writes out at once where it has to, on a CPU: a prompt's rows take turns
 
 
-def why_no_fp8(capability: tuple[int, int]) -> str:
-    """Return why a GPU of this compute capability takes no 8-bit floats; empty: it does."""
-    return "GPUs before compute capability 8.9 have no 8-bit floats" if capability < _FIRST_WITH_FP8 else ""
+def why_no_fp8(capability: Capability) -> str:
+    """Return why a GPU takes no 8-bit floats, as weights or KV; empty: it does."""
+    return _before(_FIRST_WITH_FP8, "8-bit floats", capability)
+
+
+def why_no_bfloat16(capability: Capability) -> str:
+    """Return why a GPU does not compute in bfloat16; empty: it does."""
+    return _before(_FIRST_WITH_BFLOAT16, "bfloat16", capability)
+
+
+def why_no_few_bits(algo: str, capability: Capability) -> str:
+    """Return why a GPU does not multiply with weights of this `quant_config.quant_algo`; empty: it does."""
+    return why_no_fp8(capability) if algo.startswith("FP8") else why_no_bfloat16(capability)
+
+
+def _before(first: Capability, what: str, capability: Capability) -> str:
+    if capability >= first:
+        return ""
+    least, own = (".".join(map(str, numbers)) for numbers in (first, capability))
+    return f"GPUs before compute capability {least} have no {what}, and this one has {own}"
 
 
 @dataclass(frozen=True, slots=True)

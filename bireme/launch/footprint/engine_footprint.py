@@ -10,10 +10,18 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from bireme.config import EngineConfig
-from bireme.engines.torch.geometry import UNSCALED, EngineLimits, LayerGroup, group_layers
+from bireme.engines.torch.geometry import (
+    NEWEST,
+    UNSCALED,
+    Capability,
+    EngineLimits,
+    LayerGroup,
+    group_layers,
+    why_no_bfloat16,
+)
 from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes, with_draft
 from bireme.engines.torch.weights import architectures, dtypes
-from bireme.engines.torch.weights.eagle_bytes import EagleWidths, eagle_bytes, gpu_bytes
+from bireme.engines.torch.weights.eagle_bytes import EagleWidths, eagle_bytes
 from bireme.engines.torch.weights.limits import FP8, longest_sequence, narrow_windows, resolve_limits
 from bireme.errors import ConfigError
 from bireme.launch.footprint.config_fields import ConfigFields
@@ -37,7 +45,7 @@ class Surroundings:
     """What an engine meets on its machine."""
 
     gpu_bytes: int = 0  # of its GPU, all of it; 0: there is none
-    has_fp8: bool = True  # its GPU converts 8-bit floats
+    capability: Capability = NEWEST  # its GPU's
     has_compiler: bool = True  # of C++: its kernels for CPUs
     shares_weights: bool = False  # with the memory service
     gpu_neighbors: tuple[float, ...] = ()
@@ -109,8 +117,7 @@ class HeadSizes:
         """`of_target`: its dtype."""
         item = dtypes.ITEM_BYTES[of_target]
         taken = eagle_bytes(self._widths, limits, item)
-        held = taken.tapped + (gpu_bytes(self._widths, limits, item) if around.gpu_bytes else 0)
-        return DraftParts(self._num_bytes, 0, taken.largest_pass, held, (self._widths.row * item,))
+        return DraftParts(self._num_bytes, 0, taken.largest_pass, taken.tapped, (self._widths.row * item,))
 
 
 class EngineSizes:
@@ -172,7 +179,8 @@ class EngineSizes:
         )
 
     def _dtype(self, around: Surroundings) -> str:
-        return dtypes.choose(self.config.dtype, self.shape.text.dtype or self.own_dtype, bool(around.gpu_bytes))
+        gpu = around.capability if around.gpu_bytes else None
+        return dtypes.choose(self.config.dtype, self.shape.text.dtype or self.own_dtype, gpu)
 
     def draft_parts(self, limits: EngineLimits, around: Surroundings, of_target: str) -> DraftParts:
         """Return what it takes beside a target that has these limits: its weights are its engine's own."""
@@ -220,9 +228,9 @@ class EngineSizes:
         told, shape, is_gpu = self.shape.text.block("quantization_config"), self.shape, bool(around.gpu_bytes)
         if not has_decoder or not self._keeps(around):
             return KeptBytes()
-        if is_gpu and (values := _kept_experts(shape, told)):
+        if is_gpu and not why_no_bfloat16(around.capability) and (values := _kept_experts(shape, told)):
             return KeptBytes(products=values, product_bytes=values // 2 + values // _MXFP4_GROUP)
-        size = kept_item_bytes(told, is_gpu, dtype, around.has_fp8)
+        size = kept_item_bytes(told, is_gpu, dtype, around.capability)
         if size is None or shape.num_experts:
             return KeptBytes() if is_gpu else self._kept_blocks()
         return KeptBytes(products=self.parameters.products, product_bytes=round(self.parameters.products * size))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bireme.engines.torch.geometry import NEWEST, Capability, why_no_bfloat16, why_no_fp8
 from bireme.engines.torch.weights.kept_types import EMBEDDINGS, HEAD, LAYER, are_kept, names_of
 from bireme.gguf.architectures import Weight, config_of, weights_of
 from bireme.gguf.head import GgufHead
@@ -47,16 +48,20 @@ def _bytes_of(weights: Mapping[str, Weight], name: str) -> int | None:
     return weights[name].parts[0].num_bytes if are_kept(weights, [name]) else None
 
 
-def kept_item_bytes(told: ConfigFields | None, is_gpu: bool, dtype: str, has_fp8: bool = True) -> float | None:
+def kept_item_bytes(
+    told: ConfigFields | None, is_gpu: bool, dtype: str, capability: Capability = NEWEST
+) -> float | None:
     """Return the bytes of a projection's weight, with its share of scales; None: it is dequantized.
 
-    `told`: config.json's quantization_config. `dtype`: that is computed in. `has_fp8`: the GPU converts 8-bit floats.
+    `told`: config.json's quantization_config. `dtype`: that is computed in. `capability`: the GPU's.
     """
     if told is None:
         return None
     read = _METHODS.get(str(told.tree.get("quant_method")))
     found = None if read is None else read(told.tree, is_gpu)
-    return None if found == _FP8 and (dtype == "float32" or not has_fp8) else found
+    if found == _FP8:
+        return None if dtype == "float32" or why_no_fp8(capability) else found
+    return None if is_gpu and why_no_bfloat16(capability) else found
 
 
 def _awq(told: _Told, is_gpu: bool) -> float | None:

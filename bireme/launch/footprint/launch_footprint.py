@@ -12,7 +12,15 @@ from pathlib import Path
 from bireme.config import EngineConfig, Recipe
 from bireme.engines.stub.environment import devices_of, gpu_neighbors
 from bireme.engines.torch import native
-from bireme.engines.torch.geometry import why_no_fp8
+from bireme.engines.torch.geometry import (
+    DEQUANTIZE,
+    NEWER_GPU,
+    NO_FEW_BITS,
+    OTHER_DTYPE,
+    why_no_bfloat16,
+    why_no_few_bits,
+    why_no_fp8,
+)
 from bireme.engines.torch.weights.kv_schemes import is_of_kv_alone
 from bireme.engines.torch.weights.limits import FP8, FP8_REMEDY, draft_config, why_no_fp8_kv
 from bireme.errors import ConfigError
@@ -30,7 +38,7 @@ from bireme.launch.footprint.engine_footprint import (
 from bireme.launch.footprint.kept_bytes import kept_blocks
 from bireme.launch.footprint.machine_memory import MachineMemory
 from bireme.launch.footprint.weight_files import read_weight_files
-from bireme.settings import EAGLE
+from bireme.settings import EAGLE, NO_QUANT
 
 # Measured by benchmarks/memory_estimate.py: torch, transformers and what an engine takes whatever its model.
 ENGINE_PROCESS_BYTES = 400 << 20
@@ -107,11 +115,14 @@ class LaunchFootprint:
 
     def problems(self) -> Iterator[FitProblem]:
         for worker in self.workers:
-            if worker.is_wrong:
+            refused = list(self._dtype_problems(worker))
+            yield from refused
+            if worker.is_wrong and not refused:
                 model = self._recipe.worker_model_path(worker.stage)
                 yield FitProblem(key="model", value=model, reason=worker.reason, remedy="", is_error=True)
             if worker.engine is not None:
                 yield from self._kv_problems(worker)
+                yield from self._form_problems(worker)
             if worker.engine is not None and worker.gpu is not None:
                 yield from self._gpu_problems(worker, worker.engine)
         yield from self._host_problems()
@@ -168,7 +179,7 @@ class LaunchFootprint:
             draft = _draft_sizes(asked, speculation.decoding_type, Path(speculation.speculative_model))
         around = Surroundings(
             gpu_bytes=self.machine.gpus[gpu] if gpu is not None else 0,
-            has_fp8=not why_no_fp8(self.machine.capability(gpu)),
+            capability=self.machine.capability(gpu),
             has_compiler=_has_compiler(),
             shares_weights=recipe.memory_service.enabled,
             gpu_neighbors=gpu_neighbors(recipe, stage) if gpu is not None else (),
@@ -189,6 +200,33 @@ class LaunchFootprint:
         if asked == FP8 and why:
             key = f"workers.{worker.stage}.engine_config.kv_cache_config.dtype"
             yield FitProblem(key=key, value=asked, reason=why, remedy=FP8_REMEDY, is_error=True)
+
+    def _form_problems(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
+        """Of weights in a form that this machine's engines do not multiply with."""
+        algo = self._recipe.workers[worker.stage].engine_config.quant_config.quant_algo
+        if not algo or algo == NO_QUANT:
+            return
+        folder = Path(self._recipe.worker_model_path(worker.stage))
+        is_plain, why = _has_plain_weights(read_config(folder)) and not gguf_files(folder), ""
+        if worker.gpu is not None:
+            why = why_no_few_bits(algo, self.machine.capability(worker.gpu))
+        if why and not is_plain:
+            why, remedy = f"the checkpoint is so, and can't stay: {why}", DEQUANTIZE
+        elif why:
+            remedy = NEWER_GPU
+        elif is_plain and worker.gpu is None:
+            why, remedy = NO_FEW_BITS, "remove it, or use engine: trtllm"
+        else:
+            return
+        key = f"workers.{worker.stage}.engine_config.quant_config.quant_algo"
+        yield FitProblem(key=key, value=algo, reason=why, remedy=remedy, is_error=True)
+
+    def _dtype_problems(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
+        entry = self._recipe.workers[worker.stage]
+        why = why_no_bfloat16(self.machine.capability(worker.gpu)) if worker.gpu is not None else ""
+        if why and entry.kind.has_footprint and entry.engine_config.dtype == "bfloat16":
+            key = f"workers.{worker.stage}.engine_config.dtype"
+            yield FitProblem(key=key, value="bfloat16", reason=why, remedy=OTHER_DTYPE, is_error=True)
 
     def _gpu_problems(self, worker: WorkerFootprint, engine: EngineFootprint) -> Iterator[FitProblem]:
         assert worker.gpu is not None

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from bireme.engines.torch.geometry import NEWEST, Capability
+
 _PATIENCE_S = 20.0
-_NEWEST = (99, 0)
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class VisibleGpu(NamedTuple):
     num_bytes: int
-    capability: tuple[int, int] | None
+    capability: Capability | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,11 @@ class MachineMemory:
     available: int  # without taking it from anybody; the host's, or less where the cgroup's limit says so
     swap: int = 0  # that is free
     gpus: tuple[int, ...] = ()  # all of each that an engine would see; none: engines compute on the CPU
-    capabilities: tuple[tuple[int, int], ...] = ()  # the GPUs' compute capabilities; none: the driver does not tell
+    capabilities: tuple[Capability, ...] = ()  # the GPUs' compute capabilities; none: the driver does not tell
 
-    def capability(self, gpu: int | None) -> tuple[int, int]:
+    def capability(self, gpu: int | None) -> Capability:
         """Return that of a GPU, the newest where it is not known; None: the CPU, which has none."""
-        return self.capabilities[gpu] if gpu is not None and gpu < len(self.capabilities) else _NEWEST
+        return self.capabilities[gpu] if gpu is not None and gpu < len(self.capabilities) else NEWEST
 
 
 def read_machine(environment: Mapping[str, str] = os.environ) -> MachineMemory:

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.config import EngineConfig, QuantConfig
 from bireme.engines.torch import kernels
-from bireme.engines.torch.forward import warmup
+from bireme.engines.torch.forward import warmup, weight_form
 from bireme.engines.torch.forward.decoder_weights import fuse
 from bireme.engines.torch.forward.weight_form import choose_form
 from bireme.engines.torch.storage import StoredAs, WeightForm
@@ -133,5 +133,25 @@ def test_what_no_decoder_here_reads_is_refused_by_name(tmp_path, monkeypatch, ki
 def test_gpus_that_convert_no_8_bit_floats_take_none(monkeypatch, device, generation, takes):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
     assert kernels.why_no_fp8(torch.device(device)) == (
-        "" if takes else "GPUs before compute capability 8.9 have no 8-bit floats"
+        "" if takes else "GPUs before compute capability 8.9 have no 8-bit floats, and this one has 8.0"
     )
+
+
+@pytest.mark.parametrize(
+    ("algo", "generation", "said"),
+    [
+        ("FP8", (8, 6), "GPUs before compute capability 8.9 have no 8-bit floats, and this one has 8.6"),
+        ("W4A16_AWQ", (7, 5), "GPUs before compute capability 8.0 have no bfloat16, and this one has 7.5"),
+        ("W4A16_AWQ", (8, 6), ""),
+    ],
+)
+def test_an_older_gpu_is_refused_by_algo_generation_and_remedy_before_weights_are_read(
+    tmp_path, monkeypatch, algo, generation, said
+):
+    checkpoint = open_checkpoint(tiny_models.save(tmp_path, "llama"))
+    if algo.startswith("W4"):
+        checkpoint = replace(checkpoint, shards=())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+    monkeypatch.setattr(weight_form, "_open", lambda *given: (None, "its model was looked at first"))
+    with pytest.raises(ConfigError, match=f"quant_config.quant_algo: '{algo}'.*{said or 'looked at first'}"):
+        choose_form(checkpoint, EngineConfig(**asks(algo)), torch.device("cuda"))

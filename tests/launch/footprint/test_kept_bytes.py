@@ -30,7 +30,7 @@ from tests.gguf import models
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 512}
 SIZES |= {"head_dim": 256, "intermediate_size": 1024}
 GPU, CPU = Surroundings(gpu_bytes=80 << 30), Surroundings()
-OLDER_GPU = Surroundings(gpu_bytes=80 << 30, has_fp8=False)
+OLDER_GPU = Surroundings(gpu_bytes=80 << 30, capability=(8, 6))
 
 
 def weights_of(config, around, blocks=None, **settings):

@@ -198,7 +198,8 @@ def test_kv_in_8_bits_is_refused_by_name_where_engines_are_on_a_cpu(recipe):
     (found,) = problems(made, MachineMemory(64 * GIB))
     assert found.is_error and found.key == "workers.decode.engine_config.kv_cache_config.dtype"
     assert str(found).endswith(
-        ": fp8; a CPU, or a GPU without triton, does not attend to 8-bit floats; set auto, or use engine: trtllm"
+        ": fp8; a CPU, or a GPU without triton, does not attend to 8-bit floats; set auto, or take a GPU of compute"
+        " capability 8.9 or more"
     )
     assert problems(made, MachineMemory(64 * GIB, gpus=(80 * GIB,))) == []
 
@@ -276,3 +277,47 @@ def test_without_kernels_decode_rows_have_their_keys_and_values_copied_beside_a_
     shape, on = read_shape(ConfigFields(fields)), StepWidths(8, 4096, 8, 2)
     each = 4096 * 2 * 256 * 2
     assert packed_step(shape, on, False) - packed_step(shape, on, True) == MOST_GATHERED_BYTES - each - 8 * 4096 * 3
+
+
+def gpu(*capability):
+    return MachineMemory(64 * GIB, gpus=(80 * GIB,), capabilities=(capability,))
+
+
+AMPERE = "GPUs before compute capability 8.9 have no 8-bit floats, and this one has 8.6"
+TURING = "GPUs before compute capability 8.0 have no bfloat16, and this one has 7.5"
+FP8 = {"quant_config": {"quant_algo": "FP8"}}
+AWQ = {"quant_config": {"quant_algo": "W4A16_AWQ"}, "dtype": "float16"}
+IN_FP8 = {"quantization_config": {"quant_method": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "machine", "said"),
+    [
+        ({}, FP8, gpu(8, 6), f"FP8; {AMPERE}; remove it, or take a newer GPU"),
+        (
+            IN_FP8,
+            FP8,
+            gpu(8, 6),
+            f"FP8; the checkpoint is so, and can't stay: {AMPERE}; remove it, or set NO_QUANT, to",
+        ),
+        ({}, AWQ, gpu(7, 5), f"W4A16_AWQ; {TURING}; remove it, or take a newer GPU"),
+        ({}, FP8, MachineMemory(64 * GIB), "FP8; a CPU, or a GPU without triton, has no products of weights in few"),
+    ],
+)
+def test_weights_in_a_form_that_a_machine_does_not_multiply_with_are_refused(recipe, changes, engine, machine, said):
+    (found,) = problems(recipe(changes, engine), machine)
+    assert found.is_error and str(found).startswith(f"workers.decode.engine_config.quant_config.quant_algo: {said}")
+
+
+@pytest.mark.parametrize(("changes", "engine"), [({}, FP8), (IN_FP8, FP8), ({}, AWQ), ({}, {})])
+def test_a_gpu_that_has_the_instructions_takes_weights_in_few_bits(recipe, changes, engine):
+    assert problems(recipe(changes, engine), gpu(8, 9)) == []
+
+
+def test_bfloat16_is_refused_on_a_gpu_without_it_and_auto_becomes_float32(recipe):
+    (found,) = problems(recipe(), gpu(7, 5))
+    assert str(found) == (
+        f"workers.decode.engine_config.dtype: bfloat16; {TURING}; set auto or float32, or take a newer GPU"
+    )
+    engine = LaunchFootprint(recipe(engine={"dtype": "auto"}), gpu(7, 5), 4).workers[0].engine
+    assert engine.dtype == "float32"

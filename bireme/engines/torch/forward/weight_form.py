@@ -27,6 +27,7 @@ import torch
 from bireme.config import EngineConfig
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward.decoder_weights import why_not_fused
+from bireme.engines.torch.geometry import DEQUANTIZE, NEWER_GPU, NO_FEW_BITS
 from bireme.engines.torch.storage import FORMS, StoredAs, WeightForm
 from bireme.engines.torch.weights.architectures import FAMILIES
 from bireme.engines.torch.weights.checkpoint import Checkpoint, stored_as, with_kept_experts
@@ -49,7 +50,7 @@ def choose_form(checkpoint: Checkpoint, config: EngineConfig, device: torch.devi
     if algo == NO_QUANT:
         return checkpoint
     if not algo and (checkpoint.told or {}).get("quant_method") == METHOD:
-        return with_kept_experts(checkpoint, config.dtype) if kernels.is_usable(device) else checkpoint
+        return with_kept_experts(checkpoint, config.dtype) if kernels.keeps_mxfp4(device) else checkpoint
     if checkpoint.quantization is not None or checkpoint.gguf is not None:
         return _kept(checkpoint, config, device)
     if not algo and not checkpoint.shards and (named := form_named(checkpoint.told or {})) is not None:
@@ -59,6 +60,8 @@ def choose_form(checkpoint: Checkpoint, config: EngineConfig, device: torch.devi
     like = StoredAs(algo, GROUP, torch.float16) if FORMS[algo] is WeightForm.INT4_GROUPS else StoredAs(algo)
     if like.form is WeightForm.INT4_GROUPS and checkpoint.shards:
         raise _refused(algo, "integers of 4 bits are made with samples of text, and this checkpoint is plain")
+    if why := kernels.why_no_few_bits(algo, device):
+        raise _refused(algo, why, NEWER_GPU)
     skeleton, why = _open(checkpoint, config, device)
     if why := why or _fault(skeleton, like, device):
         raise _refused(algo, why)
@@ -88,8 +91,7 @@ def _check_own(algo: str, named: StoredAs | None, why: str) -> None:
         )
     if why:
         raise ConfigError(
-            f"quant_config.quant_algo: {algo!r}; the checkpoint is so, and can't stay: {why}; remove it, or set"
-            f" {NO_QUANT}, to have it dequantized"
+            f"quant_config.quant_algo: {algo!r}; the checkpoint is so, and can't stay: {why}; {DEQUANTIZE}"
         )
 
 
@@ -120,7 +122,7 @@ def _made_up(checkpoint: Checkpoint, config: EngineConfig, device: torch.device,
 def _open(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> tuple[Any, str]:
     """Return the model without its weights, and why no decoder multiplies these in few bits; empty: one does."""
     if not kernels.is_usable(device):
-        return None, "a CPU, or a GPU without triton, has no products of weights in few bits"
+        return None, NO_FEW_BITS
     if checkpoint.name not in FAMILIES:
         return None, f"{checkpoint.name} is not one of {', '.join(sorted(FAMILIES))}"
     skeleton = make_skeleton(checkpoint, config.dtype)
@@ -129,13 +131,13 @@ def _open(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) ->
 
 def _fault(skeleton: Any, like: StoredAs, device: torch.device) -> str:
     """Return what speaks against weights of this form in this model on this device; empty: nothing."""
-    if like.form is not WeightForm.INT4_GROUPS:
-        if why := kernels.why_no_fp8(device) or fault_of_shapes(skeleton, like):
-            return why
-        if device.type == "cuda" and next(skeleton.parameters()).dtype is torch.float32:
-            return "dtype is float32, and a GPU's products of 8-bit floats are not as exact as that"
-    return fault_of_shapes(skeleton, like)
+    if why := kernels.why_no_few_bits(like.algo, device) or fault_of_shapes(skeleton, like):
+        return why
+    is_float32 = next(skeleton.parameters()).dtype is torch.float32
+    if like.form is not WeightForm.INT4_GROUPS and device.type == "cuda" and is_float32:
+        return "dtype is float32, and a GPU's products of 8-bit floats are not as exact as that"
+    return ""
 
 
-def _refused(algo: str, why: str) -> ConfigError:
-    return ConfigError(f"quant_config.quant_algo: {algo!r} on engine torch: {why}; remove it, or use engine: trtllm")
+def _refused(algo: str, why: str, remedy: str = "remove it, or use engine: trtllm") -> ConfigError:
+    return ConfigError(f"quant_config.quant_algo: {algo!r} on engine torch: {why}; {remedy}")

@@ -14,6 +14,7 @@ import importlib.util
 import torch
 
 from bireme.engines.torch import geometry
+from bireme.engines.torch.geometry import NEWEST, Capability
 
 _BEFORE_A_LAUNCH = ("triton.tools.tensor_descriptor", "triton.experimental.gluon.nvidia.hopper")
 _KEY_IS_IN = ("triton.runtime.cache", "triton.compiler.compiler")  # the first since Triton 3.5
@@ -25,7 +26,22 @@ def is_usable(device: torch.device) -> bool:
 
 def why_no_fp8(device: torch.device) -> str:
     """Return why a device that kernels run on takes no 8-bit floats; empty: it does."""
-    return geometry.why_no_fp8(torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
+    return geometry.why_no_fp8(_capability(device))
+
+
+def why_no_few_bits(algo: str, device: torch.device) -> str:
+    """Return why a device that kernels run on does not multiply with weights of this `quant_algo`; empty: it does."""
+    return geometry.why_no_few_bits(algo, _capability(device))
+
+
+def keeps_mxfp4(device: torch.device) -> bool:
+    """Return whether kernels multiply with experts of four bits on a device."""
+    return is_usable(device) and not geometry.why_no_bfloat16(_capability(device))
+
+
+def _capability(device: torch.device) -> Capability:
+    """Return a GPU's; the interpreter on a CPU does what the newest does."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else NEWEST
 
 
 def prepare_compiler() -> None:

@@ -241,7 +241,8 @@ def _gguf_tensors(kind: Any, head: GgufHead, config: Any, dtype: torch.dtype) ->
 def choose_dtype(name: str, config: Any) -> torch.dtype:
     """Return the dtype of the weights, by the rules of `dtypes.choose`. Raises ConfigError."""
     own = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return getattr(torch, dtypes.choose(name, own, torch.cuda.is_available()))
+    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return getattr(torch, dtypes.choose(name, own, gpu))
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bireme.engines.torch")
 
 FP8 = "fp8"  # of kv_cache_config.dtype
-FP8_REMEDY = "set auto, or use engine: trtllm"
+FP8_REMEDY = "set auto, or take a GPU of compute capability 8.9 or more"
 _BATCH_SIZE = 64
 _NUM_TOKENS = 2048  # enough to keep a GPU busy; running streams stand still for a step of so many
 _LOGPROB_ELEMENTS = 1 << 25  # logits kept at once for prompt log probabilities
