@@ -25,7 +25,7 @@ NO_FEW_BITS = "a CPU, or a GPU without triton, has no products of weights in few
 NEWER_GPU = "remove it, or take a newer GPU"  # where quant_config asks a plain checkpoint to be rounded
 DEQUANTIZE = f"remove it, or set {NO_QUANT}, to have it dequantized"
 OTHER_DTYPE = "set auto or float32, or take a newer GPU"
-MOST_GATHERED_BYTES = 8 << 20  # of keys and values that decode rows copy at once, on a CPU: at least one row's
+MOST_GATHERED_BYTES = 4 << 20  # of keys and values that decode rows copy at once, on a CPU: at least one row's
 MOST_SCORES = 1 << 20  # that attention writes out at once where it has to, on a CPU: a prompt's rows take turns
 
 

@@ -274,9 +274,9 @@ def test_a_head_counts_with_its_file_and_one_layer_of_keys_and_values(recipe):
 def test_without_kernels_decode_rows_have_their_keys_and_values_copied_beside_a_step():
     fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256}
     fields |= {"intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
-    shape, on = read_shape(ConfigFields(fields)), StepWidths(8, 4096, 8, 2)
-    each = 4096 * 2 * 256 * 2
-    assert packed_step(shape, on, False) - packed_step(shape, on, True) == MOST_GATHERED_BYTES - each - 8 * 4096 * 3
+    shape, on = read_shape(ConfigFields(fields)), StepWidths(8, 2048, 8, 2)
+    each = 2048 * 2 * 256 * 2
+    assert packed_step(shape, on, False) - packed_step(shape, on, True) == MOST_GATHERED_BYTES - each - 8 * 2048 * 3
 
 
 def gpu(*capability):
