@@ -15,6 +15,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import inspect
@@ -68,6 +69,7 @@ class WarmChildren:
     def install(self) -> None:
         real, signature = self._real, self._signature
 
+        @functools.wraps(real)
         def execute(popen: Any, *arguments: Any) -> None:
             asked = dict(signature.bind(popen, *arguments).arguments)
             del asked["self"]
