@@ -52,12 +52,17 @@ def test_the_planner_runs_alone(capsys):
     [
         (["--max-gpus", "1"], "planner.max_gpus: 1; the minimum of 1 prefill and 1 decode"),
         (["--prefill-workers", "0"], "--planner: --prefill-workers 1 or more"),
-        (["--interval-s", "0"], "interval_s"),
     ],
 )
 def test_the_program_refuses_bounds_that_can_t_be(more, says, capsys):
     assert program.main([*ARGUMENTS, *more]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_program_refuses_an_interval_without_a_second(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        program.main([*ARGUMENTS, "--interval-s", "0"])
+    assert "argument --interval-s: 0; more than 0" in capsys.readouterr().err
 
 
 TIMES = StepTimes.of_mocker(MockerConfig(step_ms=10, prefill_ms=5, prefill_ms_per_token=0.1))
