@@ -9,13 +9,14 @@ engine YAMLs are held against its API for every release that bireme drives, or t
 With --gpu it is the GPUs named that engines are to run on, in place of this machine's: what they lack (8-bit floats,
 bfloat16) and what does not fit is said before anybody starts there. The host's memory stays this machine's.
 
-    python tools/check_recipe.py recipes/qwen3 --gpu h100 --gpu h100
-    python tools/check_recipe.py recipes/qwen3 --gpu 24@8.6
+    python tools/check_recipe.py recipes/tiny --gpu h100
+    python tools/check_recipe.py recipes/tiny --gpu 24@8.6
 
 With --json the last line is one JSON document.
 
 Where a worker's model is on this machine, lines follow of what its engines take of memory: weights, KV pool, the
-largest step. What can't fit is an error; what fits only while pools are not full, or after a load, is a warning.
+largest step. What can't fit is an error; what fits only while pools are not full, or after a load, is a warning. With
+--gpu they follow for each recipe, and say of which workers nothing could be held against the GPUs.
 
 Exit codes: 0 every recipe can be served (warnings may have been printed); 1 a recipe has an error; 2 there is no
 recipe where one was named.
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name}: no recipe.yaml there; name a recipe's folder, such as recipes/tiny", file=sys.stderr)
     machine = with_gpus(read_machine(), options.gpu)
     found = {str(folder): check_folder(folder, machine) for folder in folders}
-    report(found, {str(folder): footprint_of(folder, machine) for folder in folders})
+    report(found, {str(folder): footprint_of(folder, machine) for folder in folders}, bool(options.gpu))
     if options.json:
         print(json.dumps({name: [finding.to_json() for finding in findings] for name, findings in found.items()}))
     if missing or not folders:
@@ -106,7 +107,9 @@ def is_error(warnings_count: bool) -> Callable[[Finding], bool]:
     return lambda finding: warnings_count or finding.severity == "error"
 
 
-def report(found: dict[str, list[Finding]], sizes: dict[str, LaunchFootprint | None]) -> None:
+def report(
+    found: dict[str, list[Finding]], sizes: dict[str, LaunchFootprint | None], tells_uncounted: bool = False
+) -> None:
     for name, findings in found.items():
         for finding in findings:
             print(finding)
@@ -115,7 +118,7 @@ def report(found: dict[str, list[Finding]], sizes: dict[str, LaunchFootprint | N
         words = [f"{errors} error(s)"] * bool(errors) + [f"{warnings} warning(s)"] * bool(warnings)
         print(f"{name}: {', '.join(words) or 'good'}")
         footprint = sizes[name]
-        if footprint is not None and any(worker.engine is not None for worker in footprint.workers):
+        if footprint is not None and (tells_uncounted or any(one.engine is not None for one in footprint.workers)):
             for line in footprint.lines():
                 print(f"{name}: {line}")
 

@@ -192,6 +192,21 @@ def test_a_gpu_that_is_named_is_what_a_recipe_is_held_against(tmp_path, capsys):
     assert check_recipe.main([str(tmp_path), "--gpu", "h100"]) == check_recipe.GOOD
 
 
+def test_a_worker_on_a_gpu_that_is_not_named_is_told_and_not_taken_for_one_on_a_cpu(tmp_path, capsys):
+    decode = {"engine": "torch", "devices": [1], "engine_config": {"quant_config": {"quant_algo": "FP8"}}}
+    model = str(CHECKOUT / "models" / "tiny-chat")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": model, "workers": {"decode": decode}}))
+    assert check_recipe.main([str(tmp_path), "--gpu", "h100"]) == check_recipe.GOOD
+    assert "workers.decode.devices: 1; there is no GPU 1 among 1" in capsys.readouterr().out
+    assert check_recipe.main([str(tmp_path), "--gpu", "h100", "--gpu", "h100"]) == check_recipe.GOOD
+    assert "there is no GPU" not in capsys.readouterr().out
+
+
+def test_workers_that_nothing_is_held_against_are_told_where_a_gpu_is_named(capsys):
+    check_recipe.main([str(CHECKOUT / "recipes" / "qwen3"), "--gpu", "1@1.0"])
+    assert "decode: 1 engine on GPU 0: not counted: no text engine of torch" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["h101", "24", "0@8.0", "24@8", "-1@8.0"])
 def test_a_gpu_that_is_not_one_is_refused_by_what_can_stand_there(text, capsys):
     with pytest.raises(SystemExit):

@@ -120,7 +120,9 @@ class LaunchFootprint:
             if worker.is_wrong and not refused:
                 model = self._recipe.worker_model_path(worker.stage)
                 yield FitProblem(key="model", value=model, reason=worker.reason, remedy="", is_error=True)
-            if worker.engine is not None:
+            if absent := list(self._absent_gpu(worker)):
+                yield from absent
+            elif worker.engine is not None:
                 yield from self._kv_problems(worker)
                 yield from self._form_problems(worker)
             if worker.engine is not None and worker.gpu is not None:
@@ -190,8 +192,21 @@ class LaunchFootprint:
         entry, gpus = self._recipe.workers[stage], self.machine.gpus
         if not gpus or not entry.kind.needs_model:
             return None
-        index = devices_of(entry, stage)[0] if entry.devices else 0
+        index = self._device_of(stage)
         return index if index < len(gpus) else None
+
+    def _device_of(self, stage: str) -> int:
+        entry = self._recipe.workers[stage]
+        return int(devices_of(entry, stage)[0]) if entry.devices else 0
+
+    def _absent_gpu(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
+        """Of a worker on a GPU that is not among those here."""
+        gpus, index = self.machine.gpus, self._device_of(worker.stage)
+        if gpus and self._recipe.workers[worker.stage].kind.needs_model and index >= len(gpus):
+            reason = f"there is no GPU {index} among {len(gpus)}, so this worker is counted on the CPU"
+            remedy = "name one that is there, or check with a --gpu for each"
+            key = f"workers.{worker.stage}.devices"
+            yield FitProblem(key=key, value=str(index), reason=reason, remedy=remedy, is_error=False)
 
     def _kv_problems(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
         """Of KV that this machine's engines do not attend to."""
