@@ -212,6 +212,14 @@ def test_a_compressed_file_that_was_cut_short_is_named_with_its_line(tmp_path, c
     assert "log.jsonl.gz:" in error and "cut short" in error
 
 
+def test_a_compressed_file_that_is_damaged_is_named(tmp_path, capsys):
+    file = written(tmp_path / "log.jsonl.gz", *[ended(number, 1, 4, number) for number in range(50)])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:40] + bytes(60) + whole[100:])
+    assert program.main([str(file)]) == 2
+    assert "log.jsonl.gz" in capsys.readouterr().err
+
+
 def test_the_same_seed_gives_the_same_figures():
     made = shared_prefix(3, 200, 20, 0.5)
     first, again, other = (simulate(made, "kv", ClusterSettings(num_routers=2, seed=seed)) for seed in (1, 1, 2))

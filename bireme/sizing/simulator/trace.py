@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,8 +93,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}:{number + 1}: the compressed file ends within it; it was cut short") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}:{number + 1}: no UTF-8 text ({error.reason}); {_FORMS}") from error
-    except OSError as error:  # with .gz also what is not compressed
-        said = error.strerror or error
+    except (OSError, zlib.error) as error:  # with .gz also what is not compressed, or damaged
+        said = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: can't be read ({said}); name files of a request log or a trace") from error
 
 
