@@ -162,14 +162,20 @@ def lead_of(plan: Plan, runs: Sequence[Run], unit: str) -> list[str]:
     num_failed = sum(run.state == "failed" for run in runs)
     left = len(plan.cells) - num_measured - num_failed
     told = [f"{num_measured} of {len(plan.cells)} cells measured, {num_failed} failed, {left} not begun."]
-    begun = Counter(run.sweep_began_at for run in runs if run.sweep_began_at)
+    measured = [run for run in runs if run.state == "measured"]
+    begun = Counter(run.sweep_began_at for run in measured if run.sweep_began_at)
     if len(begun) > 1:
         parts = [f"{count} cell{'s' if count > 1 else ''} from {_at(at)} on" for at, count in sorted(begun.items())]
         told.append(
             f"Measured in {len(begun)} goes, as it was resumed: {', '.join(parts)} (UTC). The machine may"
             " have been busier in one than in another."
         )
-    bursts = sum(run.figures is not None and run.figures.tokens_per_s_per_user_p50 is None for run in runs)
+    if len(commits := sorted({run.commit for run in measured if run.commit})) > 1:
+        told.append(f"Cells are of {len(commits)} commits: {', '.join(commits)}.")
+    bursts = sum(
+        run.figures is not None and run.figures.tokens_per_s_per_user_p50 is None and run.cell.output_tokens > 1
+        for run in measured
+    )
     if bursts:
         told.append(
             f"{bursts} cell{'s are' if bursts > 1 else ' is'} on no front: most of the answers came as a whole at one"

@@ -66,6 +66,7 @@ class Results:
         except OSError as error:
             raise ConfigError(f"--out {self.folder}: can't be made ({error.strerror}); name another folder") from error
         self.claim()
+        self.check_new()  # another sweep may have begun and ended since
         self.keep(plan)
 
     def claim(self) -> None:
