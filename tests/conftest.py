@@ -21,7 +21,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("BIREME_OPENAI_PORT", "0")  # launches of tests share the machine; who wants it names a port
 # Test processes share the cores: threads of torch that wait by spinning take four times the CPU of those that sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy and scipy start theirs when they are imported
+# numpy and scipy start theirs when they are imported, and forks (--forks) have none: whatever the shell says.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 if not Path("/dev/nvidiactl").exists():  # Triton's language looks at this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

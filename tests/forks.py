@@ -3,6 +3,10 @@
 A process of pytest-xdist imports and collects by itself, for 9 s of CPU and 700 MB. A fork has all that from the start,
 and shares the memory. So importing a test module must neither start threads, for whose work a fork would wait for ever
 (it is refused), nor ask for a GPU: where there is one, the Makefile takes pytest-xdist instead.
+
+A fork that dies is its test's failure, also of a test that is to be run again when it fails (`--reruns`, or
+`@pytest.mark.flaky`): pytest-xdist would run it again. What a test ends the session for (`--session-timeout`,
+`pytest.exit`), its fork tells, and the other forks finish the tests that they are in.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
+from _pytest.outcomes import Exit
 
 from bireme import own_process
 from bireme.child_process import describe_exit
@@ -33,7 +38,7 @@ _SHARED = "transformers.models.llama.modeling_llama"  # nearly each fork would i
 
 class _Warned(NamedTuple):
     message: str
-    category: type[Warning]
+    category: str  # its name, which is all that is shown: a class local to a test can't be sent
     filename: str
     line: int
     when: str
@@ -47,6 +52,14 @@ class _Ran(NamedTuple):
     reports: list[dict[str, Any]]
 
 
+class _Stopped(NamedTuple):
+    """Why a fork runs no more tests: `session.shouldfail`, `session.shouldstop`, or what `pytest.exit` has raised."""
+
+    fail: bool | str = False
+    stop: bool | str = False
+    exit: Exit | None = None
+
+
 class _Fork:
     """One process. It asks with None for tests that go together: the answer is their places, or None for the end."""
 
@@ -57,7 +70,7 @@ class _Fork:
 
     def give(self, unit: list[int] | None) -> None:
         self.open.extend(unit or ())
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as `watch` tells
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, as `watch` tells
             self.pipe.send(unit)
 
     def reap(self) -> int:
@@ -72,11 +85,17 @@ class Forks:
     """Runs a session's tests. `together`: a test's node id -> the name of what one process has to run."""
 
     def __init__(self, config: pytest.Config, number: int, together: Callable[[str], str]) -> None:
+        if processes := getattr(config.option, "numprocesses", None):
+            raise pytest.UsageError(
+                f"--forks {number} and -n {processes} can't both spread the tests over processes: leave out -n and give"
+                f" the number to --forks (make unit JOBS={processes})"
+            )
         self._config, self._number, self._together = config, number, together
         self._units: deque[list[int]] = deque()  # places of tests that go together, and that no fork has been given
         self._forks: list[_Fork] = []
         self._started = 0
         self._starts_threads = ""  # what was collected when a library's first thread was seen
+        self._exit: Exit | None = None
         self._status = int(pytest.ExitCode.INTERNAL_ERROR)  # until the session has ended
 
     @pytest.hookimpl(wrapper=True)
@@ -115,6 +134,8 @@ class Forks:
                 self._hear(session)
         finally:
             self._end()
+        if self._exit is not None:
+            raise self._exit
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
@@ -167,6 +188,8 @@ class Forks:
                 fork.give(None if stops or not self._units else self._next_unit(fork))
             elif isinstance(told, _Warned):
                 self._tell_warning(told)
+            elif isinstance(told, _Stopped):
+                self._adopt(told, session)
             else:
                 fork.open.remove(told.index)
                 for data in told.reports:
@@ -174,6 +197,14 @@ class Forks:
         if not stops and (session.shouldfail or session.shouldstop):
             for fork in self._forks:
                 fork.give(None)
+
+    def _adopt(self, told: _Stopped, session: pytest.Session) -> None:
+        if told.fail:
+            session.shouldfail = told.fail
+        if told.stop:
+            session.shouldstop = told.stop
+        if told.exit is not None:
+            self._exit, session.shouldstop = told.exit, True
 
     def _next_unit(self, fork: _Fork) -> list[int]:
         return self._units.pop() if fork.takes_last else self._units.popleft()
@@ -199,7 +230,8 @@ class Forks:
         self._config.hook.pytest_runtest_logreport(report=report)
 
     def _tell_warning(self, told: _Warned) -> None:
-        message = warnings.WarningMessage(told.category(told.message), told.category, told.filename, told.line)
+        category = type(told.category, (Warning,), {})
+        message = warnings.WarningMessage(category(told.message), category, told.filename, told.line)
         self._config.hook.pytest_warning_recorded.call_historic(
             kwargs={"warning_message": message, "when": told.when, "nodeid": told.nodeid, "location": None}
         )
@@ -233,7 +265,7 @@ class _Reporter:
             self._reports.append(data)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str, nodeid: str) -> None:
-        message, of = warning_message, warning_message.category
+        message, of = warning_message, warning_message.category.__name__
         if not self._is_told_of_the_past:
             self._pipe.send(_Warned(str(message.message), of, message.filename, message.lineno, when, nodeid))
 
@@ -257,8 +289,14 @@ def _run(session: pytest.Session, pipe: Connection) -> NoReturn:
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
             reporter.send(index)
             index = following
+        if session.shouldfail or session.shouldstop:
+            pipe.send(_Stopped(session.shouldfail, session.shouldstop))
         session._setupstate.teardown_exact(None)
         status = 0
+    except Exit as end:
+        pipe.send(_Stopped(exit=end))
+        with contextlib.suppress(BaseException):
+            session._setupstate.teardown_exact(None)
     except KeyboardInterrupt:
         with contextlib.suppress(BaseException):
             session._setupstate.teardown_exact(None)

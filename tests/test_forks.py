@@ -30,13 +30,28 @@ def test_fails(shared):
     os.system("echo told by a child")
     assert shared == 0
 
-def test_warns(): warnings.warn("look out")
+def test_warns():
+    class LocalWarning(UserWarning): pass
+    warnings.warn("look out", LocalWarning)
 
 def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
 
 def test_goes_on(shared, tmp_path): (tmp_path / "kept").write_text(str(os.getpid()))
 
 def test_ends(shared): pass
+"""
+
+EXITS = """
+import pytest
+
+@pytest.fixture(scope="module")
+def shared():
+    yield
+    open("torn_down_at_exit", "w").close()
+
+def test_exits(shared): pytest.exit("seen enough", 7)
+
+def test_never_begun(): pass
 """
 
 # The tokenizers library does this on its pool whatever TOKENIZERS_PARALLELISM says.
@@ -75,7 +90,7 @@ def test_a_process_that_dies_fails_its_test_and_another_goes_on_after_it(folder,
 
 def test_failures_come_with_what_was_written_and_warnings_once(ran):
     assert "told by a child" in ran.stdout
-    assert ran.stdout.count("UserWarning: look out") == 1
+    assert ran.stdout.count(" LocalWarning: look out") == 1
 
 
 def test_what_tests_share_is_torn_down_once_after_the_last_of_them(folder, ran):
@@ -87,6 +102,31 @@ def test_a_run_that_is_to_end_at_a_failure_does(folder, ran):
     stopped = run(folder, "-x", "test_first.py")
     assert (stopped.returncode, "1 failed, 1 passed" in stopped.stdout) == (1, True), stopped.stdout
     assert (folder / "torn_down").read_text().count("\n") == 2
+
+
+def test_a_session_whose_time_is_over_ends_without_failures_of_tests_that_never_began(folder):
+    ended = run(folder, "--session-timeout=0.01", "test_first.py")
+    assert (ended.returncode, "session-timeout: 0.01 sec exceeded" in ended.stdout) == (1, True), ended.stdout
+    assert "1 passed" in ended.stdout and "failed" not in ended.stdout
+
+
+def test_a_test_that_exits_ends_the_session_as_it_says(folder):
+    (folder / "test_exits.py").write_text(EXITS)
+    ended = run(folder, "test_exits.py")
+    assert (ended.returncode, "Exit: seen enough" in ended.stdout) == (7, True), ended.stdout
+    assert "failed" not in ended.stdout and (folder / "torn_down_at_exit").exists()
+
+
+def test_processes_of_pytest_xdist_besides_forks_are_refused(folder):
+    refused = run(folder, "-n", "2", "test_second.py")
+    assert (refused.returncode, "make unit JOBS=2" in refused.stderr) == (4, True), refused.stderr
+
+
+def test_libraries_start_no_threads_whatever_the_shell_says():
+    program = "import tests.conftest, numpy, os; print(len(os.listdir('/proc/self/task')))"
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "2"}
+    told = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, env=environment, capture_output=True)
+    assert told.stdout == b"1\n", told.stderr
 
 
 def test_a_module_that_starts_threads_of_a_library_is_refused_by_name(folder):

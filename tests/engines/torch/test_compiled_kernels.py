@@ -20,7 +20,8 @@ def refusals(tmp_path_factory, pytestconfig):
     What it has made is kept from run to run by its own key (source of the kernel and what it calls, types, options,
     target, release), and is what the assertions look at: compiling all takes 20 s of CPU.
     """
-    folder, kept = tmp_path_factory.mktemp("refusals"), pytestconfig.cache.mkdir("compiled_kernels")
+    folder, cache = tmp_path_factory.mktemp("refusals"), getattr(pytestconfig, "cache", None)
+    kept = (tmp_path_factory.mktemp if cache is None else cache.mkdir)("compiled_kernels")  # -p no:cacheprovider
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = [sys.executable, "-m", compiled_kernels.__name__, str(folder / "refusals")]
     done = subprocess.run(program, env=own | {"TRITON_CACHE_DIR": str(kept)}, capture_output=True, text=True)
