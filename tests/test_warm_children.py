@@ -1,10 +1,12 @@
 """A child that begins as a fork is to itself, and to who has started it, as one that begins as an interpreter."""
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -27,16 +29,22 @@ WAITS = "import sys, time; print('begun', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
-def is_warm(monkeypatch, tmp_path):
-    """Have children that run `program.py` here begin as forks; return whether this one would."""
+def warm(monkeypatch, tmp_path):
+    """Have children that run `program.py` here begin as forks."""
     monkeypatch.setitem(
         warm_children.KINDS, os.path.relpath(tmp_path / "program.py", warm_children.CHECKOUT), ["json.tool"]
     )
     before, warm = subprocess.Popen._execute_child, WarmChildren()
     warm.install()
-    yield lambda *words, **options: warm.kind_of([sys.executable, *words], **options) is not None
+    yield warm
     warm.remove()
     assert subprocess.Popen._execute_child is before
+
+
+@pytest.fixture
+def is_warm(warm):
+    """Return whether this child would begin as a fork."""
+    return lambda *words, **options: warm.kind_of([sys.executable, *words], **options) is not None
 
 
 def run(tmp_path, program, *arguments, **options):
@@ -97,3 +105,42 @@ def test_what_a_server_has_not_begun_with_begins_as_an_interpreter(is_warm, tmp_
     (tmp_path / "bireme").mkdir()
     assert not is_warm(program, cwd=tmp_path)
     assert not is_warm(program, preexec_fn=os.setsid) and not is_warm(program, umask=0o077)
+
+
+def test_after_a_signals_exception_the_next_child_is_told_its_own_pid(warm, tmp_path):
+    run(tmp_path, "")
+    (server,), ended = warm._servers.values(), threading.Event()
+
+    def interrupt(_, frame):
+        if frame.f_code.co_name == "_ask" and not ended.is_set():
+            ended.set()
+            raise TimeoutError("of the test")
+
+    def send():
+        while not ended.wait(0.02):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before, sender = signal.signal(signal.SIGUSR1, interrupt), threading.Thread(target=send)
+    server.process.send_signal(signal.SIGSTOP)
+    sender.start()
+    with pytest.raises(TimeoutError, match="of the test"):
+        run(tmp_path, "")
+    sender.join()
+    signal.signal(signal.SIGUSR1, before)
+    server.process.send_signal(signal.SIGCONT)  # if it is still asked
+    (tmp_path / "program.py").write_text("import os; print(os.getpid())")
+    with subprocess.Popen([sys.executable, tmp_path / "program.py"], stdout=subprocess.PIPE) as child:
+        assert int(child.stdout.read()) == child.pid
+
+
+def test_a_child_whose_server_cant_import_begins_as_an_interpreter(warm, tmp_path, monkeypatch):
+    (kind,) = [kind for kind in warm_children.KINDS if kind.endswith("program.py")]
+    monkeypatch.setitem(warm_children.KINDS, kind, ["no_such_module"])
+    with pytest.warns(UserWarning, match=f"the server of {kind} ended with status 1"):
+        done = run(tmp_path, "print('begun')")
+    assert (done.returncode, done.stdout) == (0, "begun\n")
+
+
+@pytest.mark.parametrize("kind", list(warm_children.KINDS))
+def test_what_a_server_imports_is_there(kind):
+    assert all(importlib.util.find_spec(name) for name in warm_children.KINDS[kind])

@@ -3,8 +3,9 @@
 A child's imports cost from 0.3 s of CPU (an engine process) to 6 s (one with transformers). A `Popen` of such a module
 is asked of a server instead: one process for each kind of child, started with the first one, with no thread but its
 own. It forks twice, and the second fork becomes this process's child when the first has ended. So pid, signals, exit,
-session, descriptors, folder, arguments and environment are those of the child that was asked for. What looks at an
-interpreter's start, or at /proc/PID/cmdline, is no such module (nor a process with `--standby`).
+session, descriptors, folder, arguments and environment are those of the child that was asked for. Limits of resources,
+niceness, umask, CPU affinity and the seed of hashes are the server's, which has them from when it began. What looks at
+an interpreter's start, or at /proc/PID/cmdline, is no such module (nor a process with `--standby`).
 
 As a program it is the server: `python warm_children.py SOCKET MODULE...`.
 """
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -48,6 +50,7 @@ _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "LC_", "LANG", "TZ", "UCX_", "NIXL
 _PR_SET_CHILD_SUBREAPER = 36
 _NEEDS_EXEC = ("preexec_fn", "shell", "gid", "gids", "uid")
 _MOST_FDS = 200
+_LEAVE_S = 10.0
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
@@ -73,19 +76,15 @@ class WarmChildren:
         def execute(popen: Any, *arguments: Any) -> None:
             asked = dict(signature.bind(popen, *arguments).arguments)
             del asked["self"]
-            if (kind := self.kind_of(**asked)) is None:
+            if (kind := self.kind_of(**asked)) is None or not self._begin(popen, kind, asked):
                 real(popen, *arguments)
-            else:
-                self._begin(popen, kind, asked)
 
         subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         subprocess.Popen._execute_child = self._real  # type: ignore[attr-defined]
-        for server in self._servers.values():
-            server.channel.close()
-            server.process.wait()
-        self._servers.clear()
+        for kind in list(self._servers):
+            self._drop(kind, _LEAVE_S)
 
     def kind_of(
         self, args: Any, *, env: Mapping[str, str] | None = None, executable: Any = None, close_fds: bool = True,
@@ -117,7 +116,9 @@ class WarmChildren:
             there.pop("PYTHONPATH")
         return there == known
 
-    def _begin(self, popen: Any, kind: str, asked: Mapping[str, Any]) -> None:
+    def _begin(self, popen: Any, kind: str, asked: Mapping[str, Any]) -> bool:
+        """Return whether the child has begun: not if its server has ended, as one does that can't import."""
+
         def given(name: str, inherited: int) -> int:
             return int(asked[name]) if asked[name] != -1 else inherited
 
@@ -134,15 +135,31 @@ class WarmChildren:
             channel = self._server(kind)
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             try:
-                packed = array.array("i", fds)
-                message = json.dumps(request).encode()
-                channel.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
-                popen.pid = int(channel.recv(64))
+                popen.pid = _ask(channel, request, fds)
+            except ConnectionError:
+                status = self._drop(kind, _LEAVE_S)
+                told = f"the server of {kind} ended with status {status}: this child begins as an interpreter"
+                warnings.warn(told, stacklevel=1)
+                return False
+            except BaseException:  # of a signal's handler: its answer would be taken for the next child's
+                self._drop(kind, 0.0)
+                raise
             finally:
                 _prctl(_PR_SET_CHILD_SUBREAPER, 0)
         popen._child_created = True
         names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         popen._close_pipe_fds(*(asked[name] for name in names))
+        return True
+
+    def _drop(self, kind: str, leave_s: float) -> int:
+        """Have the next child ask a new server; return how this one ended: the status, or the negative signal."""
+        server = self._servers.pop(kind)
+        server.channel.close()
+        try:
+            return server.process.wait(leave_s)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            return server.process.wait()
 
     def _server(self, kind: str) -> socket.socket:
         if kind not in self._servers:
@@ -154,6 +171,16 @@ class WarmChildren:
             theirs.close()
             self._servers[kind] = _Server(ours, process, environment)
         return self._servers[kind].channel
+
+
+def _ask(channel: socket.socket, request: Mapping[str, Any], fds: Sequence[int]) -> int:
+    """Return the pid of a new child, which goes on when the server has heard that its pid is known."""
+    packed = array.array("i", fds)
+    channel.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
+    if not (told := channel.recv(64)):
+        raise ConnectionResetError
+    channel.send(told)
+    return int(told)
 
 
 def _is_this_python(path: str) -> bool:
@@ -182,13 +209,22 @@ def serve(channel: socket.socket) -> None:
         if (first := os.fork()) == 0:
             if (second := os.fork()) == 0:
                 os.close(goes)
-                os.read(waits, 1)  # until its parent is who asks
+                if not os.read(waits, 1):  # until its parent is who asks, and knows it
+                    os._exit(1)
                 _become(json.loads(message), fds)
             os.write(tells, b"%d" % second)
             os._exit(0)
         os.waitpid(first, 0)
-        channel.send(os.read(told, 64))
-        for fd in (waits, goes, told, tells, *fds):
+        os.close(tells)
+        try:
+            channel.send(os.read(told, 64))
+            is_known = bool(channel.recv(64))
+        except ConnectionError:
+            is_known = False
+        if not is_known:
+            return
+        os.write(goes, b"1")
+        for fd in (waits, goes, told, *fds):
             os.close(fd)
 
 
