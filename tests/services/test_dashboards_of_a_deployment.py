@@ -23,6 +23,7 @@ ABSENT = {
     "bireme_prompt_attention": "engines on a CPU have one attention",
     "bireme_planner_": "no planner runs",
     "_draft_": "no engine drafts",
+    "bireme_head_imports_total": "nor has one a head",
 }
 
 
