@@ -10,6 +10,7 @@ import torch
 from bireme.config import QuantConfig
 from bireme.engines.torch.forward import quantized_linear
 from bireme.engines.torch.forward.packed_decoder import PackedDecoder
+from bireme.engines.torch.forward.tapped import TappedRows
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
 from tests.engines.torch.test_disaggregated import Pair
 from tests.engines.torch.test_packed_decoder import library
@@ -122,6 +123,15 @@ def test_a_step_in_one_call_is_the_single_operations_to_the_last_bit(tmp_path, m
             assert [result.finish.error for result in results] == [""] * len(prompts)
             found.append([result.logprobs for result in results])
     assert found[0] == found[1]
+
+
+def test_a_decoder_whose_layers_outputs_are_kept_has_no_step_in_one_call(tmp_path):
+    with Harness(str(models.save(tmp_path, "llama", KINDS[1])), enable_block_reuse=False) as engine:
+        decoder = decoder_of(engine)
+        linears = [[layer.qkv, layer.output, *layer.mlp.linears] for layer in decoder._layers]
+        assert decoder._step is not None and decoder._whole_step(linears) is not None
+        decoder.tap(TappedRows([0]))
+        assert decoder._step is None and decoder._whole_step(linears) is None
 
 
 @kinds

@@ -155,6 +155,8 @@ class PackedDecoder:
         return "; ".join(sorted(set(filter(None, known.values()))))
 
     def _whole_step(self, linears: list[list[Linear]]) -> NativeStep | None:
+        if self._tapped is not None:
+            return None
         layers = []
         for layer, own in zip(self._layers, linears, strict=True):
             kept = [linear.kept for linear in own if linear.kept is not None]
