@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -134,6 +135,26 @@ def test_sampled_streams_that_moved_or_share_a_prefix_say_the_same(base):
         moved = [request(p + own[:9], 24, num_resumed=9, **SAMPLED) for p, own in zip(FEW, tokens, strict=True)]
         assert engine.run(moved) == [own[9:] for own in tokens]
         assert speculation.is_on and sum(one.finish.usage.drafted_tokens for one in engine.results.values()) > 200
+
+
+def test_a_step_that_loses_its_largest_request_for_memory_is_seen_as_far_as_it_was_computed(base, monkeypatch):
+    model, head = base
+    with Harness(model, **(SETTINGS | {"max_num_tokens": 256}), **drafting(head)) as engine:
+        speculation, forward = whole(engine), engine.core._parts.forward
+        run, starts = forward.run, threading.Event()
+
+        def run_short_of_memory(plan):
+            starts.wait(60)
+            if len(plan.chunks) > 1 and plan.largest is plan.chunks[0][0]:
+                raise torch.OutOfMemoryError("pretended")
+            return run(plan)
+
+        monkeypatch.setattr(forward, "run", run_short_of_memory)
+        held = engine.submit(request([5], 1))
+        large, *others = (engine.submit(request(prompt, 8)) for prompt in (PROMPTS[5], PROMPTS[1], PROMPTS[2]))
+        starts.set()
+        assert "out of memory" in large.finish.error and held.finish.error == ""
+        assert [one.finish.error for one in others] == ["", ""] and speculation.is_on
 
 
 def test_preempted_requests_and_blocks_from_host_memory_say_the_same(base, expected):

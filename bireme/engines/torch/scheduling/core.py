@@ -208,8 +208,8 @@ class EngineCore:
         if self._parts.forward.resident_for(plan) is not None:
             self._run_resident(plan, began)
             return
-        places = self._places(plan)
         if (computed := self._compute(plan)) is not None:
+            places = self._places(plan)  # of those that are left of it
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
             work = StepWork.of(plan)
             with self._range("sample"):
