@@ -21,7 +21,7 @@ from bireme.engines.torch.geometry import (
 )
 from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool_bytes, pool_sizes, with_draft
 from bireme.engines.torch.weights import architectures, dtypes
-from bireme.engines.torch.weights.eagle_bytes import EagleWidths, eagle_bytes
+from bireme.engines.torch.weights.eagle_bytes import EagleWidths, eagle_bytes, gpu_bytes
 from bireme.engines.torch.weights.limits import FP8, longest_sequence, narrow_windows, resolve_limits
 from bireme.errors import ConfigError
 from bireme.launch.footprint.config_fields import ConfigFields
@@ -117,7 +117,8 @@ class HeadSizes:
         """`of_target`: its dtype."""
         item = dtypes.ITEM_BYTES[of_target]
         taken = eagle_bytes(self._widths, limits, item)
-        return DraftParts(self._num_bytes, 0, taken.largest_pass, taken.tapped, (self._widths.row * item,))
+        held = taken.tapped + (gpu_bytes(self._widths, limits, item) if around.gpu_bytes else 0)
+        return DraftParts(self._num_bytes, 0, taken.largest_pass, held, (self._widths.row * item,))
 
 
 class EngineSizes:

@@ -269,6 +269,11 @@ def test_a_head_counts_with_its_file_and_one_layer_of_keys_and_values(recipe):
     assert drafting.step - alone.step >= 3 * 2048 * 64 * 2  # the rows that the head reads, held beside a step
     of_a_token = 2 * 2 * 32 * {"bfloat16": 2, "float32": 4}[alone.dtype]  # keys and values of two heads
     assert drafting.bytes_per_token - alone.bytes_per_token == of_a_token
+    without, on_gpu = (
+        LaunchFootprint(recipe(engine=config), gpu(9, 0), 4).workers[0].engine
+        for config in ({}, {"speculative_config": kind})
+    )
+    assert on_gpu.step - without.step >= (2048 + 768) * 3 * 64 * 2  # what steps that are graphs keep as well
 
 
 def test_without_kernels_decode_rows_have_their_keys_and_values_copied_beside_a_step():
