@@ -48,6 +48,8 @@ class TorchExporter:
         sequence.lease.export(sequence.computed, self._store.token_rows(sequence.table.blocks, sequence.computed))
         follower = sequence.drafting.follower if sequence.drafting is not None else None
         has_seen_all = follower is not None and not follower.base and follower.num_verified == sequence.computed
+        if sequence.drafting is not None:
+            sequence.drafting.follower = None  # with what a head has made of its last place, which nobody draws from
         return self._store.head.identity if self._store.head is not None and has_seen_all else ""
 
     def abort(self, key: RequestKey) -> None:

@@ -90,14 +90,17 @@ class EagleDrafter:
     def _due(self, some: Iterable[OpenSequence], prompts: Container[OpenSequence]) -> list[OpenSequence]:
         """Return those that the head is to see now, as far as a pass has room: prompts, and of whom too much is kept.
 
-        What is too much and has no room is lost.
+        Prompts first: their blocks serve others. What is too much and has no room is lost.
         """
         due, room = [], self._passes.most_rows
-        for sequence in some:
+
+        def is_prompt(one: OpenSequence) -> bool:
+            return one in prompts or one.request.request_type == "context_only"
+
+        for sequence in sorted(some, key=is_prompt, reverse=True):
             count = _follower_of(sequence).num_unseen
             is_much = count > self._passes.most_unseen
-            is_leaving = sequence.request.request_type == "context_only"
-            if (is_much or is_leaving or sequence in prompts) and room >= count:
+            if (is_much or is_prompt(sequence)) and room >= count:
                 due.append(sequence)
                 room -= count
             elif is_much:
