@@ -150,6 +150,8 @@ def measure(folder: Path) -> dict[str, Any]:
     reuse_memory()
     after_load = resident()
     forget_peak()
+    if has_gpu:
+        torch.cuda.reset_peak_memory_stats()
     gate, core = Gate("decode", loaded.capacity, Limits(), b""), loaded.core
     with torch.inference_mode():
         for number in range(ENGINE.max_batch_size + 1):
