@@ -9,6 +9,7 @@ be installed is told with its reason.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -73,9 +74,17 @@ def _install(folder: Path, wanted: list[str]) -> None:
         raise NotInstalledError((errors or [f"{command[0]} ended with {done.returncode}"])[-1][:300])
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    known = list(packages())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default: all")
+    names = parser.parse_args(arguments).names
+    if strange := [name for name in names if name not in known]:
+        parser.error(
+            f"{', '.join(strange)}: no client of {TABLE.relative_to(CHECKOUT)}; name one of {', '.join(known)}"
+        )
     num_missing = 0
-    for name in names or list(packages()):
+    for name in names or known:
         try:
             print(f"clients: {name}: {environment(name)}", flush=True)
         except NotInstalledError as error:
@@ -85,4 +94,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
