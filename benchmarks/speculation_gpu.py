@@ -19,6 +19,7 @@ right is drawn as ever. `--by-passes` has it do without rounds of one launch, on
     python benchmarks/speculation_gpu.py --batch 1,8 --rates 0.7 --no-arrivals
     python benchmarks/speculation_gpu.py --head --batch 1,8,64 --rates 0.7 --no-arrivals
     python benchmarks/speculation_gpu.py --shape tiny --quick  # also without a GPU, to see that it runs
+    python benchmarks/speculation_gpu.py --head --shape tiny-deep --quick  # a head reads three layers
 
 The table comes first, then one line of JSON, then the aims.
 """
