@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import msgspec
 
 import bireme
+from benchmarks.options import positive_count
 from bireme.disagg import DisaggregatedParams
 from bireme.discovery.records import WorkerRecord
 from bireme.discovery.run_folder import named_key
@@ -79,9 +80,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--listen", action="store_true", help="be the listener, until SIGINT or SIGTERM")
     parser.add_argument("--port", type=int, default=PORT, help="of the listener (%(default)s); 0: a free one")
     parser.add_argument("--recipe", help="folder: its model's KV bytes, and prefill's time")
-    parser.add_argument("--kv-bytes-per-token", type=positive, help="in place of a recipe's")
-    parser.add_argument("--tokens", type=positive, nargs="+", default=TOKENS, help="prompt lengths to move")
-    parser.add_argument("--rounds", type=positive, default=5, help="of each; the median counts")
+    parser.add_argument("--kv-bytes-per-token", type=positive_count, help="in place of a recipe's")
+    parser.add_argument("--tokens", type=positive_count, nargs="+", default=TOKENS, help="prompt lengths to move")
+    parser.add_argument("--rounds", type=positive_count, default=5, help="of each; the median counts")
     parser.add_argument("--prefill-ms-per-token", type=float, help="of decode's engine")
     parser.add_argument("--prefill-ms", type=curve, metavar="N:MS,...", help="of prompts of N tokens, measured")
     parser.add_argument("--json", action="store_true", help="end with one JSON document")
@@ -89,12 +90,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.listen == bool(options.host):
         parser.error("name the listener's HOST, or --listen")
     return options
-
-
-def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
 
 
 def curve(text: str) -> Curve:
