@@ -12,7 +12,8 @@ arrivals from the table, and compares at which rates the target was held, and wh
     python benchmarks/advice_against_sweep.py out/two-gpus --times h100-8b-bf16 --hop-ms 3 \\
         --recipe out/both --recipe out/apart
 
-The target is the sweep's. The table comes first, then the aims, the last line of stdout is one JSON document.
+The target is the sweep's. "?" marks what hangs on the error of the table of step times. The table comes first, then the
+aims, the last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it ru
 
 from bireme.errors import ConfigError
 from bireme.recipe_files import load_recipe
-from bireme.sizing.advice import TOKENS_PER_BLOCK, Bench, Layout, Loads, Question, ServiceTarget, Way
+from bireme.sizing.advice import TOKENS_PER_BLOCK, Bench, Layout, LayoutFigures, Loads, Question, ServiceTarget, Way
 from bireme.sizing.simulator.cluster import ClusterSettings
 from bireme.sizing.simulator.trace import SimulatedRequest, spread
 from bireme.sizing.simulator.worker import SimulatedEngine
@@ -44,6 +45,7 @@ from tools.sweeping.report import keeps_limits
 from tools.sweeping.results import Results
 
 LAYOUTS = {"aggregated": Layout(0, 2), "disaggregated": Layout(1, 1)}
+EQUAL, CLOSE = "equal", "too close to call"
 SHARE = 0.9  # of requests, as the sweep counts
 AIM_RATES = 0.8  # of the cells, whether the target is held: the others are at the edge
 
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'':<32}{'req/s':>7}{'held':>7}{'advised':>9}{'TTFT p90':>10}{'advised':>9}{'ITL p90':>9}{'advised':>9}")
     for row in rows:
         print(
-            f"{row['lengths'] + ', ' + row['kind']:<32}{row['rate']:>7g}{row['held']!s:>7}{row['advised_held']!s:>9}"
+            f"{row['lengths'] + ', ' + row['kind']:<32}{row['rate']:>7g}{row['held']!s:>7}{advised_word(row):>9}"
             f"{row['ttft_p90_ms']:>10.0f}{row['advised_ttft_p90_ms']:>9.0f}"
             f"{row['itl_p90_ms']:>9.1f}{row['advised_itl_p90_ms']:>9.1f}"
         )
@@ -66,6 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line)
     print(json.dumps({"benchmark": "advice_against_sweep", "options": vars(options), "rows": rows}))
     return 0
+
+
+def advised_word(row: dict[str, Any]) -> str:
+    """Return whether a cell is told to hold the target, with a mark where that hangs on the table's error."""
+    is_edge = row["surely_held"] != row["perhaps_held"]
+    return f"{row['advised_held']}{'?' if is_edge else ''}"
 
 
 def compared(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -97,11 +105,18 @@ def compared(options: argparse.Namespace) -> list[dict[str, Any]]:
     for (lengths, kind, rate), alike in sorted(runs.items()):
         asked = [Bench(loads_of(one.cell), settings).ask(LAYOUTS[kind], Question(target)) for one in alike]
         advised = sorted(asked, key=lambda one: one.ttft_p90_ms)[len(asked) // 2]
+        quick, slow = (
+            [
+                Bench(loads_of(one.cell), settings).ask(LAYOUTS[kind], Question(target, step_factor=factor))
+                for one in alike
+            ]
+            for factor in (1 - times.error, 1 + times.error)
+        )
         held = sum(keeps_limits(one.figures, matrix) for one in alike) * 2 > len(alike)
         middle = sorted(alike, key=lambda one: one.figures.ttft_p90_ms or 0.0)[len(alike) // 2].figures
         rows.append({
             "lengths": lengths, "kind": kind, "rate": rate, "held": held,
-            "advised_held": sum(one.is_held for one in asked) * 2 > len(asked),
+            "advised_held": most_held(asked), "surely_held": most_held(slow), "perhaps_held": most_held(quick),
             "ttft_p90_ms": middle.ttft_p90_ms or 0.0, "itl_p90_ms": middle.itl_p90_ms or 0.0,
             "advised_ttft_p90_ms": advised.ttft_p90_ms, "advised_itl_p90_ms": advised.itl_p90_ms,
         })  # fmt: skip
@@ -120,22 +135,38 @@ def loads_of(cell: Cell) -> Loads:
     return lambda draw, speed: requests
 
 
+def most_held(found: Sequence[LayoutFigures]) -> bool:
+    return sum(one.is_held for one in found) * 2 > len(found)
+
+
 def better(rows: Sequence[dict[str, Any]], held: str) -> str:
     """Return the way that held the target at the higher rate."""
-    most = {
-        kind: max((row["rate"] for row in rows if row["kind"] == kind and row[held]), default=0) for kind in LAYOUTS
-    }
-    if len(set(most.values())) == 1:
-        return "equal"
-    return max(most, key=lambda kind: most[kind])
+    if (first := highest(rows, "aggregated", held)) == (second := highest(rows, "disaggregated", held)):
+        return EQUAL
+    return "aggregated" if first > second else "disaggregated"
+
+
+def advised_better(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the way that is told to hold it at the higher rate, unless it does so by less than the table's error."""
+    if (way := better(rows, "advised_held")) == EQUAL:
+        return EQUAL
+    other = next(kind for kind in LAYOUTS if kind != way)
+    is_sure = highest(rows, way, "surely_held") > highest(rows, other, "perhaps_held")
+    return way if is_sure else CLOSE
+
+
+def highest(rows: Sequence[dict[str, Any]], kind: str, held: str) -> float:
+    """Return the rate up to which a way held the target; 0: at none."""
+    return max((row["rate"] for row in rows if row["kind"] == kind and row[held]), default=0)
 
 
 def aims(rows: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for lengths in dict.fromkeys(row["lengths"] for row in rows):
         alike = [row for row in rows if row["lengths"] == lengths]
-        measured, advised = better(alike, "held"), better(alike, "advised_held")
-        word = "ok" if measured == advised else "BELOW"
+        measured, advised = better(alike, "held"), advised_better(alike)
+        is_same = measured == (EQUAL if advised == CLOSE else advised)
+        word = "ok" if is_same else "BELOW"
         found.append(f"aim: {lengths}: better on two GPUs {measured}, advised {advised}, the same asked for: {word}")
         share = sum(row["held"] == row["advised_held"] for row in alike) / len(alike)
         word = "ok" if share >= AIM_RATES else "BELOW"

@@ -45,6 +45,7 @@ from bireme.sizing.advice import (
     LayoutFigures,
     OutOfTimeError,
     Question,
+    Reason,
     ServiceTarget,
     Way,
 )
@@ -72,6 +73,7 @@ class Advice:
 
     load: str
     choice: LayoutChoice
+    error: float  # of the step times, relative, at the median
     expected: Expected
     recipes: dict[str, LayoutFigures]
     changes: dict[str, LayoutChoice]
@@ -137,7 +139,7 @@ def advise(
     bench = Bench(loads, settings, progress.until, show=progress)
     try:
         progress.what = "which layout"
-        choice = advice.choose(bench, question, least, options.gpus, options.draws)
+        choice = advice.choose(bench, question, least, options.gpus, options.draws, times.error)
         progress.what = "what to expect"
         expected = advice.expect(bench, question, choice.best.layout, options.draws, times.error)
         progress.what = "recipes"
@@ -145,7 +147,7 @@ def advise(
             folder: bench.run(with_recipe(settings["apart"], recipe, times, size), layout_of(recipe), question)
             for folder, recipe in recipes.items()
         }
-        found = Advice(load, choice, expected, told, {}, None, [], constants, list(measured.notes))
+        found = Advice(load, choice, times.error, expected, told, {}, None, [], constants, list(measured.notes))
         explore(bench, question, options, found, progress)
     finally:
         progress.end()
@@ -377,10 +379,10 @@ def answer_of(found: Advice, options: argparse.Namespace) -> str:
         f"goodput {expected.goodput_per_s.text('.3g')} of {best.rate:.3g} requests/s "
         f"({expected.good_share.text('.0%')} within the target)."
     )
-    return f"{head}\n{pays(choice)}\n{figures}"
+    return f"{head}\n{pays(choice, found.error)}\n{figures}"
 
 
-def pays(choice: LayoutChoice) -> str:
+def pays(choice: LayoutChoice, error: float) -> str:
     layout = choice.best.layout
     if choice.other is None or choice.ratio is None:
         return (
@@ -397,9 +399,19 @@ def pays(choice: LayoutChoice) -> str:
     compared = (
         f"on {layout.gpus} GPUs {apart.layout} holds it up to {rates['apart']}, aggregated up to {rates['aggregated']}"
     )
+    if choice.reason is Reason.CLOSE:
+        taken = (
+            "prefill apart is named since it holds the target as told"
+            if choice.is_apart
+            else "aggregated has fewer parts"
+        )
+        return (
+            f"Whether prefill apart pays is too close to call, step times are told within {error:.1%}: {compared};"
+            f" {taken}. A table by tools/record_steps.py from your own load decides, or tools/sweep.py on so many GPUs."
+        )
     if choice.is_apart:
         return f"Prefill apart pays: {compared}."
-    if choice.reason == "equal":
+    if choice.reason is Reason.EQUAL:
         return f"Prefill apart does not pay, both are about equal and aggregated has fewer parts: {compared}."
     return f"Prefill apart does not pay: {compared}."
 
@@ -471,7 +483,7 @@ def chosen_recipe(found: Advice) -> str:
 
 def document(found: Advice, options: argparse.Namespace) -> dict[str, Any]:
     tree: dict[str, Any] = msgspec.to_builtins(found)
-    tree["disaggregation_pays"] = found.choice.is_apart
+    tree["disaggregation_pays"] = None if found.choice.reason is Reason.CLOSE else found.choice.is_apart
     tree["held"] = found.choice.best.is_held
     tree["recipe"] = chosen_recipe(found) if found.recipes else None
     tree["target"] = {"ttft_ms": options.ttft_ms, "itl_ms": options.itl_ms, "share": options.share}

@@ -6,6 +6,7 @@ up to a number of GPUs and compared by how far the rate may rise until the targe
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -222,6 +223,17 @@ class Range:
         return low if low == high else f"{low} to {high}"
 
 
+class Reason(enum.StrEnum):
+    """Why a layout is taken, or what of two ways on as many GPUs."""
+
+    ONLY = enum.auto()  # one GPU is enough: the other way needs two
+    FEWER = enum.auto()  # the other way does not hold the target on so few GPUs
+    MORE = enum.auto()  # it holds the target up to a higher rate
+    EQUAL = enum.auto()  # both hold it up to about the same rate
+    CLOSE = enum.auto()  # which one is better hangs on the error of the step times
+    NONE = enum.auto()  # no layout holds the target
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
     """What is taken, and how both ways compare on as many GPUs."""
@@ -229,36 +241,61 @@ class LayoutChoice:
     best: LayoutFigures
     other: LayoutFigures | None  # the best of the other way on as many GPUs; None: it needs more than there are
     rates: Mapping[Way, Range]  # requests a second up to which each holds the target
-    ratio: Range | None  # of the chosen way's to the other's, draw by draw
-    reason: Literal["only", "fewer", "more", "equal", "none"]
+    ratio: Range | None  # of the chosen way's to the other's: draw by draw, and over the error of the step times
+    reason: Reason
 
     @property
     def is_apart(self) -> bool:
         return self.best.layout.way == "apart"
 
 
-def choose(bench: Bench, question: Question, least: int, most: int, draws: int = 1) -> LayoutChoice:
-    """Seek from so many GPUs to so many. Raises OutOfTimeError."""
+def choose(bench: Bench, question: Question, least: int, most: int, draws: int = 1, error: float = 0.0) -> LayoutChoice:
+    """Seek from so many GPUs to so many. `error`: of the step times, relative. Raises OutOfTimeError."""
     found = [one for way in WAYS if (one := fewest(bench, question, way, least, most)) is not None]
     held = [one for one in found if one.is_held]
     gpus = min((one.layout.gpus for one in held), default=most)
     together = best_of(bench, question, "aggregated", gpus)
     if gpus > 1:
         pair: dict[Way, LayoutFigures] = {"aggregated": together, "apart": best_of(bench, question, "apart", gpus)}
-        return _compared(bench, question, pair, draws)
+        return _compared(bench, question, pair, draws, error)
     rates = Range.of([together.rate * speed for speed in _capacities(bench, question, together.layout, draws)])
-    return LayoutChoice(together, None, {"aggregated": rates}, None, "only" if together.is_held else "none")
+    return LayoutChoice(together, None, {"aggregated": rates}, None, Reason.ONLY if together.is_held else Reason.NONE)
 
 
-def _compared(bench: Bench, question: Question, pair: Mapping[Way, LayoutFigures], draws: int) -> LayoutChoice:
-    speeds = {way: _capacities(bench, question, one.layout, draws) for way, one in pair.items()}
-    rates = {way: Range.of([speed * pair[way].rate for speed in several]) for way, several in speeds.items()}
-    ratios = _ratios(speeds["apart"], speeds["aggregated"])
+def _compared(
+    bench: Bench, question: Question, pair: Mapping[Way, LayoutFigures], draws: int, error: float
+) -> LayoutChoice:
+    drawn = {way: _capacities(bench, question, one.layout, draws) for way, one in pair.items()}
+    ratios = _ratios(drawn["apart"], drawn["aggregated"])
     taken, reason = _verdict(pair, ratios)
+    if error and reason in (Reason.FEWER, Reason.MORE):
+        speeds = {
+            way: _within_error(bench, question, pair[way].layout, several, error) for way, several in drawn.items()
+        }
+        ratios = _over(speeds["apart"], speeds["aggregated"])
+        if ratios.low <= 1 <= ratios.high:
+            taken, reason = ("aggregated" if pair["aggregated"].is_held else "apart"), Reason.CLOSE
+    else:
+        speeds = {way: Range.of(several) for way, several in drawn.items()}
+    rates = {way: Range(speed.low * pair[way].rate, speed.high * pair[way].rate) for way, speed in speeds.items()}
     if taken == "apart":
         return LayoutChoice(pair["apart"], pair["aggregated"], rates, ratios, reason)
     ratio = Range(_inverse(ratios.high), _inverse(ratios.low))
     return LayoutChoice(pair["aggregated"], pair["apart"], rates, ratio, reason)
+
+
+def _within_error(bench: Bench, question: Question, layout: Layout, drawn: Sequence[float], error: float) -> Range:
+    """Return the capacity over draws, and where steps take so much less or more than the table says."""
+    found = [
+        capacity(bench, replace(question, step_factor=factor), layout, drawn[0] or 1.0)
+        for factor in (1 - error, 1 + error)
+    ]
+    return Range.of([*drawn, *found])
+
+
+def _over(speed: Range, other: Range) -> Range:
+    """Return the first over the second, each wherever it may be: what one way's steps lack the other's may have."""
+    return Range(speed.low * _inverse(other.high), speed.high * _inverse(other.low))
 
 
 def _ratios(speeds: Sequence[float], others: Sequence[float]) -> Range:
@@ -267,19 +304,17 @@ def _ratios(speeds: Sequence[float], others: Sequence[float]) -> Range:
     return Range.of([speed * _inverse(other) if speed or other else 1.0 for speed, other in both])
 
 
-def _verdict(
-    pair: Mapping[Way, LayoutFigures], ratios: Range
-) -> tuple[Way, Literal["only", "fewer", "more", "equal", "none"]]:
+def _verdict(pair: Mapping[Way, LayoutFigures], ratios: Range) -> tuple[Way, Reason]:
     """Prefill apart must be better in every draw: it has more parts."""
     apart, together = pair["apart"].is_held, pair["aggregated"].is_held
     is_more, is_less = ratios.low > 1 + EQUAL_WITHIN, ratios.high < 1 / (1 + EQUAL_WITHIN)
     if not apart and not together:
-        return ("apart" if is_more else "aggregated"), "none"
+        return ("apart" if is_more else "aggregated"), Reason.NONE
     if apart != together:
-        return ("apart" if apart else "aggregated"), "fewer"
+        return ("apart" if apart else "aggregated"), Reason.FEWER
     if is_more:
-        return "apart", "more"
-    return "aggregated", "more" if is_less else "equal"
+        return "apart", Reason.MORE
+    return "aggregated", Reason.MORE if is_less else Reason.EQUAL
 
 
 def _capacities(bench: Bench, question: Question, layout: Layout, draws: int) -> list[float]:

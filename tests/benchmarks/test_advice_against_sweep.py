@@ -54,3 +54,17 @@ def test_a_sweep_without_a_target_or_of_one_way_is_refused(tmp_path, capsys):
     one = TREE["deployments"][:1]
     assert program.main([swept(tmp_path / "b", lambda kind, rate: True, deployments=one), *OPTIONS]) == 2
     assert "both ways are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("others", "wanted"), [(8.0, "too close to call"), (2.0, "disaggregated")])
+def test_what_hangs_on_the_error_of_the_table_is_no_advice(others, wanted):
+    def row(kind, rate, advised, surely, perhaps):
+        held = {"advised_held": advised, "surely_held": surely, "perhaps_held": perhaps}
+        return {"kind": kind, "rate": rate} | held
+
+    rows = [
+        row("aggregated", 2.0, True, True, True),
+        row("aggregated", others, others < 8, others < 8, True),
+        row("disaggregated", 8.0, True, True, True),
+    ]
+    assert program.advised_better(rows) == wanted

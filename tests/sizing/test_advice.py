@@ -16,6 +16,7 @@ from bireme.sizing.advice import (
     OutOfTimeError,
     Question,
     Range,
+    Reason,
     ServiceTarget,
     best_of,
     busiest,
@@ -54,7 +55,7 @@ class KnownBench(Bench):
 
     def run(self, settings, layout, question):
         self.num_runs += 1
-        late = question.speed / self._capacities(layout)
+        late = question.speed * question.step_factor / self._capacities(layout)
         share = min(1.0, 0.95 / late)
         return LayoutFigures(layout, question.speed, late, late, 1, 1, share * question.speed, share, 1, late <= 1)
 
@@ -122,6 +123,23 @@ def test_with_as_many_gpus_as_there_are_the_higher_capacity_wins():
     assert 1.3 < found.ratio.low <= found.ratio.high < 1.7
     found = choose(KnownBench(apart_is(0.7)), QUESTION, 6, 6)
     assert found.reason == "more" and not found.is_apart and found.ratio.low > 1.2
+
+
+@pytest.mark.parametrize(
+    ("times", "speed", "reason", "is_apart"),
+    [
+        (1.15, 1.0, Reason.CLOSE, False),  # more than 5% apart, and less than steps may be off by on either side
+        (1.5, 1.0, Reason.MORE, True),
+        (0.6, 1.0, Reason.MORE, False),
+        (1.0, 1.0, Reason.EQUAL, False),
+        (1.1, 6.3, Reason.CLOSE, True),  # as told aggregated does not hold it
+        (1.4, 7.0, Reason.FEWER, True),
+    ],
+)
+def test_what_lies_within_the_error_of_the_step_times_is_too_close_to_call(times, speed, reason, is_apart):
+    found = choose(KnownBench(apart_is(times)), replace(QUESTION, speed=speed), 6, 6, draws=2, error=0.1)
+    assert (found.reason, found.is_apart) == (reason, is_apart) and found.best.is_held
+    assert (found.ratio.low <= 1 <= found.ratio.high) == (reason in (Reason.CLOSE, Reason.EQUAL))
 
 
 def test_each_question_is_simulated_once_and_neighbors_are_other_questions():

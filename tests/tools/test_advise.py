@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from bireme.config import CHECKOUT
 from bireme.sizing import recipe_constants
+from bireme.sizing.advice import Layout, LayoutChoice, LayoutFigures, Range, Reason
 from tools import advise
 
 TARGET = ["--ttft-ms", "500", "--itl-ms", "60", "--times", "tiny-chat-cpu"]
@@ -91,3 +93,12 @@ def test_what_is_wrong_is_named_with_what_to_do(capsys, trace, arguments, messag
     given = [trace if one == "TRACE" else one for one in arguments]
     assert advise.main([*SMALL, *given]) == advise.WRONG
     assert message in capsys.readouterr().err
+
+
+def test_a_verdict_within_the_error_of_the_step_times_says_what_decides_it():
+    row = LayoutFigures(Layout(0, 2), 10, 70, 90, 8, 10, 10, 1.0, 2000, True)
+    rates = {"aggregated": Range(10, 11), "apart": Range(10, 12)}
+    choice = LayoutChoice(row, replace(row, layout=Layout(1, 1)), rates, Range(0.9, 1.1), Reason.CLOSE)
+    said = advise.pays(choice, 0.014)
+    assert "too close to call, step times are told within 1.4%" in said and "aggregated has fewer parts" in said
+    assert "tools/sweep.py" in said and "prefill apart is named" in advise.pays(replace(choice, best=choice.other), 0.1)
