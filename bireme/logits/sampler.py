@@ -117,6 +117,10 @@ class Sampler(Generic[Key]):
             raise _why_unusable(row, is_own=token == NOTHING_LEFT)
         row.append(token)
 
+    def accept_simple(self, key: Key, count: int) -> None:
+        """Add so many tokens to a sequence that is not in `late`: which they are matters to nobody here."""
+        self._rows[key].num_output += count
+
     def edit(self, logits: torch.Tensor, keys: Sequence[Key]) -> dict[int, BiremeError]:
         """Change float32 logits (rows, vocab) as the sequences ask; return why a row has no token.
 

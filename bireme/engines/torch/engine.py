@@ -158,11 +158,14 @@ class TorchEngine(EncodeSide):
     def _turn(self, core: EngineCore) -> None:
         """Take the inbox, run a step, emit its output; sleep when there is nothing to do."""
         self._await_arrivals(core)
-        self._take_inbox()
-        core.requests.expire(time.monotonic())
-        self._publish(core)  # first tokens of joined requests, and ends: they need not wait for the step
         self._step_began_at = time.monotonic()
         try:
+            core.wait()
+            self._take_inbox()
+            core.requests.expire(time.monotonic())
+            core.take_tokens()
+            if core.is_told:
+                self._publish(core)  # first tokens of joined requests, and ends: they need not wait for the step
             has_run = core.step()
             self._publish(core)  # before what the next tokens are chosen from is looked for: guides may take a while
             core.choose()

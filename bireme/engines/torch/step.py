@@ -157,6 +157,16 @@ class Drafting:
         return self.known[:count]
 
 
+class Trial(NamedTuple):
+    """What a step made of a draft."""
+
+    sequence: Sequence
+    kind: int
+    num_tried: int
+    num_accepted: int
+    is_cut: bool  # the request ended within it
+
+
 class SequenceStatus(enum.Enum):
     WAITING = enum.auto()  # in the queue; holds no blocks
     RUNNING = enum.auto()  # in the batch: prefill or decode

@@ -24,12 +24,17 @@ from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
 from bireme.engines.torch.scheduling.scheduler import Scheduler
 from bireme.engines.torch.scheduling.speculation.eagle import StepPlace
-from bireme.engines.torch.scheduling.speculation.verification import Draw, deliver_verified
+from bireme.engines.torch.scheduling.speculation.verification import (
+    Draw,
+    deliver_verified,
+    draft_rows,
+    take_drawn,
+)
 from bireme.engines.torch.scheduling.step_costs import StepWork
 from bireme.engines.torch.scheduling.step_ranges import step_range
 from bireme.engines.torch.scheduling.step_records import StepRecorder
 from bireme.engines.torch.scheduling.tracing import note_chunks
-from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
+from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus, Trial
 from bireme.errors import BiremeError
 from bireme.kv.wire.step_records import ScheduledRequests
 from bireme.logits.sampler import Sampled
@@ -63,6 +68,17 @@ class _Started:
     choice: LateChoice | None = None  # once what its late rows choose from is known
 
 
+@dataclass(slots=True)
+class _Landed:
+    """A step whose tokens have been taken, and of which nothing more was said."""
+
+    started: _Started
+    now: float  # when they were read
+    seconds: float
+    num_tokens: int
+    trials: list[Trial]
+
+
 class EngineCore:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -79,6 +95,7 @@ class EngineCore:
         self.num_steps = 0
         self._num_failed_steps = 0
         self._started: _Started | None = None
+        self._landed: _Landed | None = None
         self._planned: SchedulerOutput | None = None  # for when the step under way had ended
         self._landed_at = 0.0
         self._pace = StepPace(parts.costs)
@@ -118,6 +135,11 @@ class EngineCore:
         return min(filter(None, (self.requests.deadlines.next, self.scheduler.wakes_at)), default=None)
 
     @property
+    def is_told(self) -> bool:
+        """Nothing more is to be said of what `take_outputs` returns."""
+        return self._landed is None
+
+    @property
     def starts_next_at(self) -> float:
         """When a step is to be started beside the one under way; 0: there is none, or at once."""
         started = self._started
@@ -133,17 +155,50 @@ class EngineCore:
         """Return what has happened since the last call, and forget it."""
         return self._delivery.take()
 
+    def wait(self) -> None:
+        """Wait for the step under way if the next one needs its tokens: who comes until then takes part in that.
+
+        Raises BrokenEngineError.
+        """
+        started = self._started
+        if started is None or not started.needs_host:
+            return
+        try:
+            started.flight.read()
+        except Exception as error:
+            self._started = None
+            self._fail_step(started.plan, error)
+
+    def take_tokens(self) -> None:
+        """Take the tokens of the step under way if the next one needs them; requests that end with them end here.
+
+        `step` tells the rest, once the next one is under way. Raises BrokenEngineError.
+        """
+        started = self._started
+        if started is None or not started.needs_host:
+            return
+        self._started = None
+        try:
+            self._land(started)
+            if started.plan.chunks:  # a first token does not wait for the next step to be planned
+                self._tell_landed()
+        except Exception as error:
+            self._landed = None
+            self._fail_step(started.plan, error)
+
     def step(self) -> bool:
         """Do one step, or start one and read the tokens of the one before; False: nothing can run now.
 
         Raises BrokenEngineError.
         """
+        self.take_tokens()
         began, started = time.monotonic(), self._started
         if self._parts.speculation is not None:
             self._parts.speculation.begin()
         self._arrivals.note_computed()
         plan = self._plan(began) if started is None else started.plan
         if not plan.has_tokens:
+            self._tell_landed()
             self._rest()
             self._end_turn()
             return bool(plan.imports or plan.onboards)
@@ -152,9 +207,9 @@ class EngineCore:
                 self._run(plan, began)
             else:
                 self._go_on(started, began)
-            self._num_failed_steps = 0
+            self._tell_landed()
         except Exception as error:
-            self._started = None
+            self._started = self._landed = None
             self._fail_step(plan, error)
         self.num_steps += 1
         self._end_turn()
@@ -166,7 +221,7 @@ class EngineCore:
         Raises BrokenEngineError. `step` does it before the next one where nobody has.
         """
         started = self._started
-        if started is None or started.needs_host or started.choice is not None:
+        if started is None or started.choice is not None:
             return
         try:
             self._choose(started)
@@ -208,6 +263,7 @@ class EngineCore:
         if self._parts.forward.resident_for(plan) is not None:
             self._run_resident(plan, began)
             return
+        self._tell_landed()
         if (computed := self._compute(plan)) is not None:
             places = self._places(plan)  # of those that are left of it
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
@@ -221,13 +277,16 @@ class EngineCore:
             num_tokens = self._deliver(plan, sequences, sampled, now, partial(self._draw, computed))
             self._observe(plan, places, work)
             self._delivery.hand_over()
+            self._num_failed_steps = 0
             ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
-            self._landed(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
+            self._note_time(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
             if self._recorder is not None and scheduled is not None:
                 self._recorder.stepped(scheduled, computed.path, began)
 
-    def _landed(self, plan: SchedulerOutput, work: StepWork, began: float, ended: float, is_seen: bool = True) -> None:
+    def _note_time(
+        self, plan: SchedulerOutput, work: StepWork, began: float, ended: float, is_seen: bool = True
+    ) -> None:
         costs = self._parts.speculation.verifying if plan.drafts and self._parts.speculation is not None else None
         self._pace.landed(work, began, ended, is_seen, costs, plan.drafting_s)
 
@@ -238,13 +297,15 @@ class EngineCore:
         if not plan.drafts:
             self._delivery.accept_all(sequences, sampled, now)
             return len(sequences)
-        speculation = self._parts.speculation
+        speculation, trials = self._parts.speculation, list[Trial]()
         assert speculation is not None
         if self._recorder is not None:
             self._recorder.jumped()
         with self._range("verify"):
-            advance = partial(self._computed, count=1)
-            return deliver_verified(plan, sequences, sampled, now, draw, self._delivery, speculation, advance)
+            took = self._delivery, self._computed, draft_rows(plan, len(sequences)), trials
+            num_tokens = deliver_verified(plan, sequences, sampled, now, draw, *took)
+            speculation.learn(trials)
+        return num_tokens
 
     def _places(self, plan: SchedulerOutput, ahead: int = 0) -> list[StepPlace]:
         return self._parts.speculation.places_of(plan, ahead) if self._parts.speculation is not None else []
@@ -325,18 +386,14 @@ class EngineCore:
 
     def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
         """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""
-        started = self._start(plan, began)
-        if plan.drafts or started.needs_host or not self._parts.limits.overlaps:
-            self._land(started)
-        else:
-            self._started = started
+        self._started = self._start(plan, began)
 
     def _go_on(self, started: _Started, began: float) -> None:
         self._started = None
-        if started.choice is None and not started.needs_host:
+        if started.choice is None:
             self._choose(started)
         with self._range("plan"):
-            following = None if started.needs_host else self.scheduler.follow(started.plan)
+            following = self.scheduler.follow(started.plan)
         if following is not None:
             self._begin(following, began)
             if self._parts.forward.resident_for(following) is not None:
@@ -359,11 +416,15 @@ class EngineCore:
             flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
         batch = plan.sampled
-        needs_host = not plan.drafts and (
-            self._late.needs_host(batch)
-            or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
-            or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
-            or (speculation is not None and speculation.waits_for(plan))
+        needs_host = (
+            bool(plan.drafts)
+            or not self._parts.limits.overlaps
+            or (
+                self._late.needs_host(batch)
+                or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
+                or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
+                or (speculation is not None and speculation.waits_for(plan))
+            )
         )
         return _Started(path, plan, batch, flight, began, work, scheduled, needs_host, places)
 
@@ -373,30 +434,63 @@ class EngineCore:
         return started.choice
 
     def _land(self, started: _Started) -> None:
-        """Read the tokens of a step and deliver them."""
+        """Read the tokens of a step and take them, so that the next one can be planned; see `_tell_landed`."""
         choice = started.choice or self._choose(started)
-        num_tokens = sum(sequence.state is SequenceStatus.RUNNING for sequence in started.batch)
-        with self._range("land"):
-            plan, sampled = started.plan, self._late.accept(started.flight, started.batch, choice)
+        plan, batch, flight = started.plan, started.batch, started.flight
+        tokens, now = flight.read(), time.monotonic()
+        rows = draft_rows(plan, len(batch))
         plan.keep_running()
-        self._advance(plan)
+        for sequence, count in plan.chunks:
+            self._computed(sequence, count)
         for later in (self._started.plan if self._started is not None else None, self._planned):
             if later is not None:
                 later.ahead.clear()  # what its chunks stand behind has been computed
-        now = time.monotonic()
         if plan.chunks:
             note_chunks(plan, self._parts.prompt_work, self.num_steps, started.began_at, now)
-        delivered = self._deliver(plan, started.batch, sampled, now, partial(self._late.draw, started.flight))
-        if plan.drafts:
-            num_tokens = delivered
+        trials: list[Trial] = []
+        with self._range("land"):
+            took = now, self._parts.sampler, self._delivery, self._computed, trials
+            num_tokens, others = take_drawn(plan, batch, tokens, rows, *took)
+            if others:
+                num_tokens += self._take_late(started, choice, others, rows, now, trials)
         self._observe_started(started)
         self._delivery.hand_over()
-        seconds = now - max(started.began_at, self._landed_at)
-        self._parts.accounts.stepped(started.path, seconds, num_tokens)
-        self._landed(plan, started.work, started.began_at, now)
+        if self._recorder is not None and plan.drafts:
+            self._recorder.jumped()
+        self._landed = _Landed(started, now, now - max(started.began_at, self._landed_at), num_tokens, trials)
+        self._landed_at = now
+
+    def _take_late(
+        self,
+        started: _Started,
+        choice: LateChoice,
+        places: list[int],
+        rows: dict[Sequence, int],
+        now: float,
+        trials: list[Trial],
+    ) -> int:
+        """Deliver what these places in the batch have drawn, whose choice needs the host; return how many tokens."""
+        plan, chosen, prompts = started.plan, [started.batch[at] for at in places], dict(started.plan.chunks)
+        sampled = self._late.accept(started.flight, started.batch, choice, places)
+        for sequence in chosen:
+            if sequence not in prompts:
+                self._computed(sequence, 1)
+        draw = partial(self._late.draw, started.flight)
+        return deliver_verified(plan, chosen, sampled, now, draw, self._delivery, self._computed, rows, trials)
+
+    def _tell_landed(self) -> None:
+        """Count the step whose tokens were taken last, and learn from it: to start another nothing of it is needed."""
+        landed, self._landed = self._landed, None
+        if landed is None:
+            return
+        self._num_failed_steps, started = 0, landed.started
+        if landed.trials:
+            assert self._parts.speculation is not None
+            self._parts.speculation.learn(landed.trials)
+        self._parts.accounts.stepped(started.path, landed.seconds, landed.num_tokens)
+        self._note_time(started.plan, started.work, started.began_at, landed.now)
         if self._recorder is not None and started.scheduled is not None:
             self._recorder.stepped(started.scheduled, started.path, started.began_at)
-        self._landed_at = now
 
     def _fail_step(self, plan: SchedulerOutput, error: Exception) -> None:
         """End the requests of a step that raised. Raises BrokenEngineError when steps keep failing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bireme.engines.base import PlainTokens, StepOutput
 from bireme.engines.torch.scheduling.parts import Parts
 from bireme.engines.torch.scheduling.requests import OpenRequests
@@ -41,17 +43,36 @@ class TokenDelivery:
                 self._parts.accounts.num_canary_tokens += sequence.is_canary
                 self.accept(sequence, sampled.tokens[row], sampled.logprobs[row], now)
 
+    def accept_burst(
+        self, sequence: Sequence, tokens: list[int], now: float, computed: int, advance: Callable[[Sequence, int], None]
+    ) -> None:
+        """Take tokens without log probabilities, of which the last one alone may end the request. With them so many of
+        the sequence's tokens have been computed, which `advance` is told before a request ends.
+        """
+        *before, last = tokens
+        if before:
+            self._take_plain(sequence, before, now)
+        if computed:
+            advance(sequence, computed)
+        if not self._accept_plain(sequence, last, now):
+            self._parts.accounts.num_canary_tokens += sequence.is_canary
+            self.accept(sequence, last, None, now)
+
     def _accept_plain(self, sequence: Sequence, token: int, now: float) -> bool:
         """Take a sampled token if there is nothing to say of it: neither the first nor the last, no logprobs."""
         is_last = token in sequence.stop_ids or sequence.num_output + 1 >= sequence.max_tokens
         if is_last or not sequence.first_token_at or sequence.sampling.logprobs is not None:
             return False
-        self._parts.accounts.delivered(sequence, now)
-        sequence.tokens.append(token)
-        sequence.last_token_at = now
-        self._plain.keys.append(sequence.key)
-        self._plain.tokens.append(token)
+        self._take_plain(sequence, [token], now)
         return True
+
+    def _take_plain(self, sequence: Sequence, tokens: list[int], now: float) -> None:
+        count = len(tokens)
+        self._parts.accounts.delivered(sequence, now, count)
+        sequence.tokens += tokens
+        sequence.last_token_at = now
+        self._plain.keys += [sequence.key] * count
+        self._plain.tokens += tokens
 
     def accept(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Take a sampled token: deliver it, or end the request with it."""

@@ -105,18 +105,20 @@ class LateChoices:
             sampled.errors |= {late[number]: error for number, error in chosen.errors.items()}
         return sampled
 
-    def accept(self, flight: Flight, batch: list[Sequence], choice: LateChoice) -> Sampled:
-        """Wait for the tokens and have the sampler take them."""
-        tokens = flight.read()
-        sampled = Sampled(tokens, [None] * len(batch), choice.errors)
-        for at, sequence in enumerate(batch):
-            if sequence.state is not SequenceStatus.RUNNING or at in choice.errors:
+    def accept(self, flight: Flight, batch: list[Sequence], choice: LateChoice, places: list[int]) -> Sampled:
+        """Wait for the tokens of these places in the batch, and have the sampler take them."""
+        found, number_of = flight.read(), {at: number for number, at in enumerate(places)}
+        sampled = Sampled([found[at] for at in places], [None] * len(places))
+        sampled.errors = {number_of[at]: error for at, error in choice.errors.items() if at in number_of}
+        for number, at in enumerate(places):
+            if batch[at].state is not SequenceStatus.RUNNING or at in choice.errors:
                 continue
             try:
-                self._sampler.accept(sequence.key, tokens[at])
+                self._sampler.accept(batch[at].key, found[at])
             except BiremeError as error:
-                sampled.errors[at] = error
+                sampled.errors[number] = error
         if choice.measured is not None:
             for (at, count), entry in zip(choice.num_top.items(), choice.measured.read(), strict=True):
-                sampled.logprobs[at] = entry[: 1 + count]
+                if at in number_of:
+                    sampled.logprobs[number_of[at]] = entry[: 1 + count]
         return sampled

@@ -84,10 +84,12 @@ class TorchMetrics:
         if reason == "cancelled":
             self._metrics.add("bireme_cancellations_total")
 
-    def delivered(self, sequence: Sequence, now: float) -> None:
-        """A token comes; most of a step's have the same gap to the one before."""
+    def delivered(self, sequence: Sequence, now: float, count: int = 1) -> None:
+        """So many tokens come at once; most of a step's have the same gap to the one before."""
         if sequence.last_token_at:
             self._gaps[now - sequence.last_token_at] += 1
+        if count > 1:
+            self._gaps[0.0] += count - 1
 
     def stepped(self, path: str, seconds: float, num_tokens: int) -> None:
         for gap_s, count in self._gaps.items():

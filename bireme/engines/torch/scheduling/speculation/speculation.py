@@ -23,7 +23,7 @@ from bireme.engines.torch.scheduling.speculation.lengths import DraftLengths, Me
 from bireme.engines.torch.scheduling.speculation.ngram import NgramDrafter
 from bireme.engines.torch.scheduling.speculation.synthetic import SyntheticDrafter
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
-from bireme.engines.torch.step import Draft, DraftOffer, SchedulerOutput, Sequence
+from bireme.engines.torch.step import Draft, DraftOffer, SchedulerOutput, Sequence, Trial
 from bireme.kv.blocks.block_manager import BlockManager
 from bireme.metrics import Registry
 from bireme.settings import NGRAM, SYNTHETIC, SpeculativeConfig
@@ -196,18 +196,17 @@ class Speculation:
         most = {one: min(longest, self._room(one) - 1) for one in plan.decodes}
         return any(count > 0 for count in most.values()) and self.lengths.is_hopeful(plan, most)
 
-    def count(self, num_tried: int, accepted: Collection[int]) -> None:
-        """Count what a step made of all its drafts: tokens, and of each how many were accepted."""
-        self.metrics.add("bireme_draft_tokens_total", num_tried)
-        self.metrics.add("bireme_accepted_draft_tokens_total", sum(accepted))
-        for length, times in Counter(accepted).items():
+    def learn(self, trials: Collection[Trial]) -> None:
+        """Count and learn what a step made of its drafts."""
+        self.metrics.add("bireme_draft_tokens_total", sum(one.num_tried for one in trials))
+        self.metrics.add("bireme_accepted_draft_tokens_total", sum(one.num_accepted for one in trials))
+        for length, times in Counter(one.num_accepted for one in trials).items():
             self.metrics.observe("bireme_accepted_draft_length", length, times=times)
-
-    def verified(self, sequence: Sequence, num_tried: int, num_accepted: int, is_cut: bool) -> None:
-        """Learn what a step made of a draft. `is_cut`: the request ended within it."""
-        self.lengths.gained(sequence, num_accepted)
-        if not is_cut:
-            self.lengths.learn(sequence, drafting_of(sequence).kind, num_tried, num_accepted)
+        lengths = self.lengths
+        for sequence, kind, num_tried, num_accepted, is_cut in trials:
+            lengths.gained(sequence, num_accepted)
+            if not is_cut:
+                lengths.learn(sequence, kind, num_tried, num_accepted)
 
 
 def open_speculation(

@@ -1,16 +1,80 @@
-"""Draws the tokens of a step and delivers them; where a draft turns out right its sequence goes on at the next row."""
+"""Finds which drafts of a step are right, and takes what was drawn: where one is, its sequence goes on at the next row.
+
+Rows that nothing but their own logits chooses have all been drawn when a step is read: `take_drawn`. Those whose choice
+needs the host, and all of a step on a CPU, are drawn position by position: `deliver_verified`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 
+from bireme.engines.base import RequestKey
 from bireme.engines.torch.scheduling.delivery import TokenDelivery
 from bireme.engines.torch.scheduling.speculation.drafter import drafting_of
-from bireme.engines.torch.scheduling.speculation.speculation import Speculation
-from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus
-from bireme.logits.sampler import Sampled
+from bireme.engines.torch.step import SchedulerOutput, Sequence, SequenceStatus, Trial
+from bireme.logits.sampler import Sampled, Sampler
 
 Draw = Callable[[list[Sequence], list[int]], Sampled]  # tokens of sequences, each from a row of the step's logits
+Advance = Callable[[Sequence, int], None]  # the KV of so many tokens more is in the pools
+
+
+def draft_rows(plan: SchedulerOutput, begin: int) -> dict[Sequence, int]:
+    """Return where in the step's logits the rows of each draft begin; `begin`: of the first."""
+    rows = {}
+    for one, ids in plan.drafts.items():
+        rows[one] = begin
+        begin += len(ids)
+    return rows
+
+
+def take_drawn(
+    plan: SchedulerOutput,
+    batch: list[Sequence],
+    tokens: list[int],
+    rows: dict[Sequence, int],
+    now: float,
+    sampler: Sampler[RequestKey],
+    delivery: TokenDelivery,
+    advance: Advance,
+    trials: list[Trial],
+) -> tuple[int, list[int]]:
+    """Deliver what a step has drawn, as far as nobody but its rows had a say; return how many tokens that is, and the
+    places in the batch of the others.
+
+    `tokens`: of the batch, then of drafts, which begin at `rows`. Adds what became of these to `trials`.
+    """
+    drafts, late, running = plan.drafts, sampler.late, SequenceStatus.RUNNING
+    total, others, prompts = 0, [], {one for one, _ in plan.chunks}
+    for at, one in enumerate(batch):
+        if one.state is not running:
+            continue  # aborted meanwhile
+        burst = [tokens[at]]
+        if (ids := drafts.get(one)) is not None:
+            _follow(burst, one, ids, tokens, rows[one])
+        if one.key in late or min(burst) < 0:
+            others.append(at)
+            continue
+        count = len(burst)
+        total += count
+        sampler.accept_simple(one.key, count)
+        delivery.accept_burst(one, burst, now, 0 if one in prompts else count, advance)
+        if ids is not None:
+            drafting = drafting_of(one)
+            drafting.num_drafted += len(ids)
+            drafting.num_accepted += count - 1
+            trials.append(Trial(one, drafting.kind, len(ids), count - 1, one.state is not running))
+    return total, others
+
+
+def _follow(burst: list[int], one: Sequence, ids: Tokens[int], tokens: list[int], begin: int) -> None:
+    """Add the tokens that were drawn behind right ones of a draft, whose rows begin there."""
+    right = drafting_of(one).num_right
+    for depth, drafted in enumerate(ids):
+        token = burst[-1]
+        if not (token == drafted if right is None else depth < right) or token in one.stop_ids:
+            return
+        burst.append(tokens[begin + depth])
 
 
 def deliver_verified(
@@ -20,15 +84,16 @@ def deliver_verified(
     now: float,
     draw: Draw,
     delivery: TokenDelivery,
-    speculation: Speculation,
-    advance: Callable[[Sequence], None],
+    advance: Advance,
+    rows: dict[Sequence, int],
+    trials: list[Trial],
 ) -> int:
-    """Deliver a step with drafts, of which each sequence's first token has been drawn; return how many there were.
-
-    `sequences`: of the first rows of the step's logits. `advance`: the KV of a sequence's next token is in the pools.
+    """Deliver a step with drafts, of which each of these sequences' first token has been drawn; return how many tokens
+    there were. Adds what became of drafts, which begin at `rows`, to `trials`.
     """
-    going, depth, total = list(plan.drafts), 0, 0
-    accepted, rows = dict.fromkeys(plan.drafts, 0), _rows_of(plan, len(sequences))
+    total, depth = 0, 0
+    going = [one for one in sequences if one in plan.drafts]
+    accepted = dict.fromkeys(going, 0)
     for one in going:
         drafting_of(one).num_drafted += len(plan.drafts[one])
     while True:
@@ -39,22 +104,13 @@ def deliver_verified(
         if not going:
             break
         for one in going:
-            advance(one)
+            advance(one, 1)
         sampled = draw(going, [rows[one] + depth for one in going])
         depth += 1
-    speculation.count(sum(map(len, plan.drafts.values())), accepted.values())
     for one, count in accepted.items():
-        speculation.verified(one, len(plan.drafts[one]), count, one.state is not SequenceStatus.RUNNING)
+        is_cut = one.state is not SequenceStatus.RUNNING
+        trials.append(Trial(one, drafting_of(one).kind, len(plan.drafts[one]), count, is_cut))
     return total
-
-
-def _rows_of(plan: SchedulerOutput, begin: int) -> dict[Sequence, int]:
-    """Return where in the step's logits the rows of each draft begin."""
-    rows = {}
-    for one, ids in plan.drafts.items():
-        rows[one] = begin
-        begin += len(ids)
-    return rows
 
 
 def _right(
