@@ -82,9 +82,12 @@ class ResidentTables:
         new = []
         for row, sequence in rows:
             blocks, resident = sequence.table.blocks, sequence.resident
-            if not resident or any(len(own) > known + 1 for own, known in zip(blocks, resident, strict=True)):
+            counts = [len(own) for own in blocks]
+            if counts == resident:
+                continue  # most have no new ones
+            if not resident or any(count > known + 1 for count, known in zip(counts, resident, strict=True)):
                 new.append(sequence)
-                sequence.resident = [len(own) for own in blocks]
+                sequence.resident = counts
                 continue
             for group, known in enumerate(resident):
                 if len(blocks[group]) > known:

@@ -207,6 +207,7 @@ class EngineCore:
                 self._run(plan, began)
             else:
                 self._go_on(started, began)
+            self._pay()
             self._tell_landed()
         except Exception as error:
             self._started = self._landed = None
@@ -263,6 +264,7 @@ class EngineCore:
         if self._parts.forward.resident_for(plan) is not None:
             self._run_resident(plan, began)
             return
+        self._pay()
         self._tell_landed()
         if (computed := self._compute(plan)) is not None:
             places = self._places(plan)  # of those that are left of it
@@ -477,6 +479,10 @@ class EngineCore:
                 self._computed(sequence, 1)
         draw = partial(self._late.draw, started.flight)
         return deliver_verified(plan, chosen, sampled, now, draw, self._delivery, self._computed, rows, trials)
+
+    def _pay(self) -> None:
+        if self._parts.speculation is not None:
+            self._parts.speculation.pay()
 
     def _tell_landed(self) -> None:
         """Count the step whose tokens were taken last, and learn from it: to start another nothing of it is needed."""

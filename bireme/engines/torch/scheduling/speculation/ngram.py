@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from bireme.engines.torch.scheduling.speculation.drafter import PassCosts, drafting_of
 from bireme.engines.torch.step import Draft, Sequence, TokenIds
 
@@ -41,7 +39,7 @@ class NgramDrafter:
 
     def _match(self, known: TokenIds) -> tuple[int, int]:
         """Return how many of the last tokens stand elsewhere too, and where what follows them begins."""
-        ends = np.flatnonzero(known[:-1] == known[-1])
+        ends = (known[:-1] == known[-1]).nonzero()[0]
         if not ends.size:
             return 0, 0
         if len(ends) <= _FEW:
@@ -57,15 +55,16 @@ class NgramDrafter:
         return matched, int(ends[0] if self._is_oldest else ends[-1]) + 1
 
     def _match_few(self, known: TokenIds, ends: list[int]) -> tuple[int, int]:
-        last = known[-self._most :].tolist()
-        best, at = 0, 0
+        last, token_at = known[-self._most :].tolist(), known.item
+        most, best, at = len(last), 0, 0
         for end in ends if self._is_oldest else reversed(ends):
-            before = known[max(0, end + 1 - len(last)) : end + 1].tolist()
             matched = 1
-            while matched < len(before) and before[-1 - matched] == last[-1 - matched]:
+            while matched < most and matched <= end and token_at(end - matched) == last[-1 - matched]:
                 matched += 1
             if matched > best:
                 best, at = matched, end + 1
+                if best == most:
+                    break
         return best, at
 
 
@@ -73,4 +72,4 @@ def _from(known: TokenIds, at: int, count: int) -> list[int]:
     """Return tokens from a place on; what would come after the last one repeats, as it does in a loop."""
     tokens: list[int] = known[at : at + count].tolist()
     period = len(tokens)
-    return [tokens[number % period] for number in range(count)]
+    return tokens if period == count else [tokens[number % period] for number in range(count)]

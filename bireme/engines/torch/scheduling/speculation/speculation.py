@@ -15,7 +15,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bireme.engines.torch.scheduling.speculation.drafter import Drafter, drafting_of
 from bireme.engines.torch.scheduling.speculation.eagle import EagleDrafter, StepPlace, places_of
@@ -50,7 +50,9 @@ class Speculation:
     is_on: bool = True
     observed_s: float = 0.0  # that the step which follows waits for
     _num_in_a_row: int = _IN_A_ROW - _FIRST_IN_A_ROW
-    _paying_s: float = 0.0
+    _paying_s: float = 0.0  # on a CPU, that paying took
+    _bill: tuple[SchedulerOutput, Collection[Sequence], float, float] | None = None
+    _looks: list[tuple[Sequence, bool]] = field(default_factory=list)  # for drafts, and whether there was one
     _began_s: float = 0.0  # of that time, when the step began; what drafts take does not count
 
     def begin(self) -> None:
@@ -96,8 +98,7 @@ class Speculation:
         """What is found says how much of it is hoped for."""
         began_s = time.thread_time()
         found = self.drafter.propose(due, 0)
-        for sequence in due:
-            drafting_of(sequence).looked(sequence in found)
+        self._looks += ((sequence, sequence in found) for sequence in due)
         offers = {one: DraftOffer(len(draft.tokens), draft.kind) for one, draft in found.items()}
         chosen = self.lengths.choose(plan, offers) if offers else {}
         for sequence, count in self._make_rooms(plan, chosen, room).items():
@@ -120,10 +121,24 @@ class Speculation:
         self._pay(plan, rooms, max(0.0, costs.now() - began_s - costs.catch_up_s), costs.catch_up_s)
 
     def _pay(self, plan: SchedulerOutput, due: Collection[Sequence], seconds: float, once_s: float = 0.0) -> None:
-        """Pay for what was done, and with the next drafts for the paying."""
-        began_s = time.thread_time()
-        self.lengths.paid(plan, due, seconds + self._paying_s, once_s)
-        self._paying_s = time.thread_time() - began_s
+        self._bill = plan, due, seconds, once_s
+
+    def pay(self) -> None:
+        """Pay for what was done before a step that has been started, and with the next drafts for the paying.
+
+        Called before that step's tokens are taken.
+        """
+        bill, self._bill = self._bill, None
+        looks, self._looks = self._looks, []
+        for sequence, has_found in looks:
+            drafting_of(sequence).looked(has_found)
+        if bill is not None:
+            plan, due, seconds, once_s = bill
+            began_s = time.thread_time()
+            self.lengths.paid(plan, due, seconds + self._paying_s, once_s)
+            if self.by_cpu is not None:
+                self._paying_s = time.thread_time() - began_s
+                self._began_s += self._paying_s
 
     def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> None:
         plan.drafts[sequence] = draft.tokens[:count]
@@ -149,10 +164,12 @@ class Speculation:
         found, room, manager = {}, min(room, plan.budget), self.manager
         for sequence, most in wanted.items():
             table, computed, count = sequence.table, sequence.computed, min(most, room)
-            if not manager.can_grow(table, computed + 1 + count, computed):
-                count = min(count, len(table.blocks[0]) * manager.tokens_per_block - computed - 1)
+            held = len(table.blocks[0]) * manager.tokens_per_block - computed - 1
+            if count > held and not manager.can_grow(table, computed + 1 + count, computed):
+                count = min(count, held)
             if count > 0:
-                manager.grow(table, computed + 1 + count, computed)
+                if count > held:
+                    manager.grow(table, computed + 1 + count, computed)
                 found[sequence] = count
                 room -= count
         return found
