@@ -83,8 +83,14 @@ class MixedSteps:
         )
 
     def room_for_drafts(self, plan: SchedulerOutput) -> int:
-        """Return how many rows more a step that it takes may have."""
-        return min(self._sizes[-1] - plan.num_tokens, self.most_drawn - plan.num_decode_rows - len(plan.chunks))
+        """Return how many rows more a step that it takes may have without taking longer: those that fill it up.
+
+        Somebody waits for the first token of its prompt.
+        """
+        rows = plan.num_tokens
+        size = next(size for size in self._sizes if size >= rows)
+        room = size - rows if size in self.graphs.made else 0
+        return min(room, self.most_drawn - plan.num_decode_rows - len(plan.chunks))
 
     def start(self, plan: SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step. `ahead`: tokens of each that decodes that have been started and not been read."""

@@ -49,14 +49,18 @@ class TokenDelivery:
         """Take tokens without log probabilities, of which the last one alone may end the request. With them so many of
         the sequence's tokens have been computed, which `advance` is told before a request ends.
         """
-        *before, last = tokens
-        if before:
-            self._take_plain(sequence, before, now)
+        last, num_output = tokens[-1], len(sequence.tokens) - sequence.num_prompt + len(tokens)
+        if sequence.first_token_at and last not in sequence.stop_ids and num_output < sequence.max_tokens:
+            self._take_plain(sequence, tokens, now)
+            if computed:
+                advance(sequence, computed)
+            return
+        if len(tokens) > 1:
+            self._take_plain(sequence, tokens[:-1], now)
         if computed:
             advance(sequence, computed)
-        if not self._accept_plain(sequence, last, now):
-            self._parts.accounts.num_canary_tokens += sequence.is_canary
-            self.accept(sequence, last, None, now)
+        self._parts.accounts.num_canary_tokens += sequence.is_canary
+        self.accept(sequence, last, None, now)
 
     def _accept_plain(self, sequence: Sequence, token: int, now: float) -> bool:
         """Take a sampled token if there is nothing to say of it: neither the first nor the last, no logprobs."""

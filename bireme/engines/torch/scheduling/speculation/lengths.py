@@ -138,17 +138,20 @@ class MeasuredLengths:
 
     def _most_that_pay(self, plan: SchedulerOutput, hopes: list[_Hope]) -> int:
         work = StepWork.of(plan)
-        tokens = float(len(plan.decodes))
+        rows, context, tokens = work.decode_rows, work.context_tokens, float(len(plan.decodes))
         every = max(4, len(hopes) // _ESTIMATES)
         gain = _KEPT_GAIN if self._pays else _GAIN
         best, best_count = gain * tokens / self._costs.about_s(work), 0
         passes = _Passes(self._drafting)
         for count, (hope, place, sequence) in enumerate(hopes, 1):
             tokens += hope
-            work = work.with_rows(1, sequence.computed)
-            passes.add(place, sequence.computed)
+            rows += 1
+            context += sequence.computed
+            if self._drafting is not None:
+                passes.add(place, sequence.computed)
             if count & (count - 1) and count % every and count != len(hopes):
                 continue  # of many lengths some are enough
+            work = work._replace(decode_rows=rows, context_tokens=context)
             seconds = self._budget.verify_s(work) + passes.seconds()
             if self._most_s and seconds > self._most_s:
                 break

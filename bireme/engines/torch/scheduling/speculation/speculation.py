@@ -69,7 +69,7 @@ class Speculation:
         """Add drafts of at most `room` tokens to a step that is planned, in what is left of its tokens and blocks."""
         plan.drafting_s, self.observed_s = self.observed_s, 0.0
         try:
-            if due := self._due(plan):
+            if room > 0 and (due := self._due(plan)):
                 began, began_s = time.monotonic(), time.thread_time()
                 (self._look_up if self.drafter.costs is None else self._compute)(plan, due, room)
                 plan.drafting_s += time.monotonic() - began

@@ -49,32 +49,33 @@ def take_drawn(
     for at, one in enumerate(batch):
         if one.state is not running:
             continue  # aborted meanwhile
-        burst = [tokens[at]]
-        if (ids := drafts.get(one)) is not None:
+        burst, ids = [tokens[at]], drafts.get(one) if drafts else None
+        if ids is not None:
             _follow(burst, one, ids, tokens, rows[one])
-        if one.key in late or min(burst) < 0:
+        if one.key in late or burst[-1] < 0:  # without a token nothing follows
             others.append(at)
             continue
         count = len(burst)
         total += count
         sampler.accept_simple(one.key, count)
-        delivery.accept_burst(one, burst, now, 0 if one in prompts else count, advance)
-        if ids is not None:
+        if ids is not None:  # usage tells it, if the request ends here
             drafting = drafting_of(one)
             drafting.num_drafted += len(ids)
             drafting.num_accepted += count - 1
+        delivery.accept_burst(one, burst, now, 0 if one in prompts else count, advance)
+        if ids is not None:
             trials.append(Trial(one, drafting.kind, len(ids), count - 1, one.state is not running))
     return total, others
 
 
 def _follow(burst: list[int], one: Sequence, ids: Tokens[int], tokens: list[int], begin: int) -> None:
     """Add the tokens that were drawn behind right ones of a draft, whose rows begin there."""
-    right = drafting_of(one).num_right
+    right, stop_ids, token = drafting_of(one).num_right, one.stop_ids, burst[0]
     for depth, drafted in enumerate(ids):
-        token = burst[-1]
-        if not (token == drafted if right is None else depth < right) or token in one.stop_ids:
+        if (token != drafted if right is None else depth >= right) or token in stop_ids or token < 0:
             return
-        burst.append(tokens[begin + depth])
+        token = tokens[begin + depth]
+        burst.append(token)
 
 
 def deliver_verified(
