@@ -1,4 +1,4 @@
-"""Steps that choose tokens themselves: what they have verified is taken before the next one is planned, the rest later."""
+"""Steps that choose tokens themselves: what they verified is taken before the next one is planned, the rest later."""
 
 from __future__ import annotations
 

@@ -146,8 +146,11 @@ def cut_runs(runs: Runs, count: int, most: int, window: int, tile: int) -> Ints:
         first = np.maximum(0, at + 1 - window) // tile if window else np.zeros_like(at)
         found = share_out(first, -(-(at + runs.counts) // tile) - first, count, most)
         run = found[0]
-        own = (runs.first_rows[run], runs.slots[run], at[run], *found[1:], runs.second_rows[run], runs.counts[run])
-        parts[: len(run)] = np.stack(own, 1)
+        own = np.stack((runs.first_rows, runs.slots, at, runs.second_rows, runs.counts), 1)[run]
+        used = parts[: len(run)]
+        used[:, :3], used[:, 7:] = own[:, :3], own[:, 3:]
+        for column, values in enumerate(found[1:], 3):
+            used[:, column] = values
     return parts
 
 

@@ -412,10 +412,10 @@ class EngineCore:
         chosen, sampler = self._parts.forward.resident_for(plan), self._parts.sampler
         assert chosen is not None
         path, resident = chosen
-        work, speculation = StepWork.of(plan), self._parts.speculation
-        places = self._places(plan, ahead)
         with self._range(f"start {path}"):
             flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
+        work, speculation = StepWork.of(plan), self._parts.speculation
+        places = self._places(plan, ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
         batch = plan.sampled
         needs_host = (

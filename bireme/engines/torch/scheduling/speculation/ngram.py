@@ -28,20 +28,21 @@ class NgramDrafter:
     def propose(self, most: Mapping[Sequence, int], budget: int = 0) -> dict[Sequence, Draft]:
         found = {}
         for sequence, count in most.items():
-            drafting = drafting_of(sequence)
+            drafting = sequence.drafting or drafting_of(sequence)
             known = drafting.learn(sequence.tokens)
-            matched, at = self._match(known)
+            matched, at = self._match(known, sequence.tokens[-1])
             if matched:
                 is_predicted = at <= drafting.num_predicted
                 kind = matched + is_predicted * (self._most + 1)
                 found[sequence] = Draft(_from(known, at, count), kind)
         return found
 
-    def _match(self, known: TokenIds) -> tuple[int, int]:
+    def _match(self, known: TokenIds, last: int) -> tuple[int, int]:
         """Return how many of the last tokens stand elsewhere too, and where what follows them begins."""
-        ends = (known[:-1] == known[-1]).nonzero()[0]
-        if not ends.size:
+        (ends,) = (known == last).nonzero()  # the last one among them
+        if len(ends) == 1:
             return 0, 0
+        ends = ends[:-1]
         if len(ends) <= _FEW:
             return self._match_few(known, ends.tolist())
         matched = 1

@@ -35,8 +35,10 @@ class SyntheticDrafter:
 
     def _num_right(self, sequence: Sequence, count: int) -> int:
         seed, first = sequence.sampling.seed or sequence.number, len(sequence.tokens)
-        wrong = (at for at in range(count) if _share(seed, first + at) >= self.acceptance_rate)
-        return next(wrong, count)
+        for at in range(count):
+            if _share(seed, first + at) >= self.acceptance_rate:
+                return at
+        return count
 
 
 def _share(seed: int, position: int) -> float:
