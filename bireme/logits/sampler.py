@@ -118,7 +118,7 @@ class Sampler(Generic[Key]):
         row.append(token)
 
     def accept_simple(self, key: Key, count: int) -> None:
-        """Add so many tokens to a sequence that is not in `late`: which they are matters to nobody here."""
+        """Add tokens to a sequence that is not in `late`."""
         self._rows[key].num_output += count
 
     def edit(self, logits: torch.Tensor, keys: Sequence[Key]) -> dict[int, BiremeError]:
