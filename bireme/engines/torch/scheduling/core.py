@@ -414,21 +414,22 @@ class EngineCore:
         path, resident = chosen
         with self._range(f"start {path}"):
             flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
-        work, speculation = StepWork.of(plan), self._parts.speculation
-        places = self._places(plan, ahead)
+        work, places = StepWork.of(plan), self._places(plan, ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
         batch = plan.sampled
-        needs_host = (
+        return _Started(path, plan, batch, flight, began, work, scheduled, self._needs_host(plan, batch), places)
+
+    def _needs_host(self, plan: SchedulerOutput, batch: list[Sequence]) -> bool:
+        """Return whether the step after this one can be planned only when its tokens are there."""
+        speculation = self._parts.speculation
+        return (
             bool(plan.drafts)
             or not self._parts.limits.overlaps
-            or (
-                self._late.needs_host(batch)
-                or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
-                or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
-                or (speculation is not None and speculation.waits_for(plan))
-            )
+            or self._late.needs_host(batch)
+            or any(sequence.request.request_type == "context_only" for sequence in plan.sequences)
+            or bool(plan.chunks and any(sequence.is_best_effort for sequence in plan.sequences))
+            or (speculation is not None and speculation.waits_for(plan))
         )
-        return _Started(path, plan, batch, flight, began, work, scheduled, needs_host, places)
 
     def _choose(self, started: _Started) -> LateChoice:
         with self._range("choose"):

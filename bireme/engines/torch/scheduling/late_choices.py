@@ -106,19 +106,19 @@ class LateChoices:
         return sampled
 
     def accept(self, flight: Flight, batch: list[Sequence], choice: LateChoice, places: list[int]) -> Sampled:
-        """Wait for the tokens of these places in the batch, and have the sampler take them."""
-        found, number_of = flight.read(), {at: number for number, at in enumerate(places)}
+        """Wait for the tokens of these places in the batch, of requests that go on, and have the sampler take them."""
+        found = flight.read()
         sampled = Sampled([found[at] for at in places], [None] * len(places))
-        sampled.errors = {number_of[at]: error for at, error in choice.errors.items() if at in number_of}
         for number, at in enumerate(places):
-            if batch[at].state is not SequenceStatus.RUNNING or at in choice.errors:
+            if (why := choice.errors.get(at)) is not None:
+                sampled.errors[number] = why
                 continue
             try:
                 self._sampler.accept(batch[at].key, found[at])
             except BiremeError as error:
                 sampled.errors[number] = error
         if choice.measured is not None:
-            for (at, count), entry in zip(choice.num_top.items(), choice.measured.read(), strict=True):
-                if at in number_of:
-                    sampled.logprobs[number_of[at]] = entry[: 1 + count]
+            entries = zip(choice.num_top.items(), choice.measured.read(), strict=True)
+            found_at = {at: entry[: 1 + count] for (at, count), entry in entries}
+            sampled.logprobs = [found_at.get(at) for at in places]
         return sampled

@@ -49,9 +49,8 @@ def take_drawn(
     for at, one in enumerate(batch):
         if one.state is not running:
             continue  # aborted meanwhile
-        burst, ids = [tokens[at]], drafts.get(one) if drafts else None
-        if ids is not None:
-            _follow(burst, one, ids, tokens, rows[one])
+        ids = drafts.get(one)
+        burst = [tokens[at]] if ids is None else _burst(one, tokens, at, ids, rows[one])
         if one.key in late or burst[-1] < 0:  # without a token nothing follows
             others.append(at)
             continue
@@ -68,14 +67,16 @@ def take_drawn(
     return total, others
 
 
-def _follow(burst: list[int], one: Sequence, ids: Tokens[int], tokens: list[int], begin: int) -> None:
-    """Add the tokens that were drawn behind right ones of a draft, whose rows begin there."""
-    right, stop_ids, token = drafting_of(one).num_right, one.stop_ids, burst[0]
+def _burst(one: Sequence, tokens: list[int], at: int, ids: Tokens[int], begin: int) -> list[int]:
+    """Return the token that was drawn at a place, and those behind right ones of a draft, whose rows begin there."""
+    right, stop_ids, token = drafting_of(one).num_right, one.stop_ids, tokens[at]
+    burst = [token]
     for depth, drafted in enumerate(ids):
         if (token != drafted if right is None else depth >= right) or token in stop_ids or token < 0:
-            return
+            break
         token = tokens[begin + depth]
         burst.append(token)
+    return burst
 
 
 def deliver_verified(
@@ -93,10 +94,8 @@ def deliver_verified(
     there were. Adds what became of drafts, which begin at `rows`, to `trials`.
     """
     total, depth = 0, 0
-    going = [one for one in sequences if one in plan.drafts]
+    going = _tried(plan, sequences)
     accepted = dict.fromkeys(going, 0)
-    for one in going:
-        drafting_of(one).num_drafted += len(plan.drafts[one])
     while True:
         going = _right(plan, going, depth, dict(zip(sequences, sampled.tokens, strict=False)), accepted)
         delivery.accept_all(sequences, sampled, now)
@@ -112,6 +111,14 @@ def deliver_verified(
         is_cut = one.state is not SequenceStatus.RUNNING
         trials.append(Trial(one, drafting_of(one).kind, len(plan.drafts[one]), count, is_cut))
     return total
+
+
+def _tried(plan: SchedulerOutput, sequences: list[Sequence]) -> list[Sequence]:
+    """Return those that have drafts, which are counted."""
+    found = [one for one in sequences if one in plan.drafts]
+    for one in found:
+        drafting_of(one).num_drafted += len(plan.drafts[one])
+    return found
 
 
 def _right(
