@@ -107,6 +107,24 @@ def test_what_a_server_has_not_begun_with_begins_as_an_interpreter(is_warm, tmp_
     assert not is_warm(program, preexec_fn=os.setsid) and not is_warm(program, umask=0o077)
 
 
+def test_folders_of_this_checkout_are_imported_from_as_by_an_interpreter(is_warm, tmp_path, monkeypatch):
+    stand_in = str(warm_children.CHECKOUT / "tests" / "contract" / "stand_in")
+    (tmp_path / "program.py").write_text("import json, sys; print(json.dumps(sys.path))")
+    monkeypatch.setenv("PYTHONPATH", stand_in)  # the server's
+
+    def path(*words, **variables):
+        options = {"env": {**os.environ, **variables}, "cwd": tmp_path}
+        done = subprocess.run([sys.executable, *words, tmp_path / "program.py"], capture_output=True, **options)
+        return json.loads(done.stdout), is_warm(*words, str(tmp_path / "program.py"), **options)
+
+    first, is_first_warm = path(PYTHONPATH=os.pathsep.join([str(warm_children.CHECKOUT), stand_in]))
+    plain, is_plain_warm = path(PYTHONPATH="")
+    safe, is_safe_warm = path("-P", PYTHONPATH="")
+    assert is_first_warm and is_plain_warm and is_safe_warm
+    assert first == [str(tmp_path), str(warm_children.CHECKOUT), stand_in, *plain[1:]]
+    assert safe == plain[1:] and stand_in not in plain
+
+
 def test_after_a_signals_exception_the_next_child_is_told_its_own_pid(warm, tmp_path):
     run(tmp_path, "")
     (server,), ended = warm._servers.values(), threading.Event()

@@ -40,13 +40,17 @@ ENGINE = (
     "bireme.engines.child.process bireme.engines.registry bireme.engines.mocker.engine bireme.engines.child.standby"
 )
 TRANSFERS = "bireme.kv.transfer.leased bireme.kv.transfer.mapped bireme.kv.transfer.nixl tests.kv.transfer.shared_pools"
-# What a child runs -> what its server has imported. None has torch, whose libraries read variables when they begin.
+PROOF = "torch safetensors.torch bireme.engines.trtllm.engine tests.gpu.trtllm_proof.lives"
+# What a child runs -> what its server has imported: torch only for children that have it, being large.
 KINDS = {
     "bireme.engines.worker": ENGINE.split(),
+    "bireme.logits.guided.compile_process": ["bireme.logits.guided.compile_process"],
     "bireme.openai": ["bireme.openai.app", "bireme.openai.__main__", "bireme.openai.http.process_group"],
+    "tests.gpu.trtllm_proof.engine_process": PROOF.split(),
     "tests/kv/transfer/kv_side.py": TRANSFERS.split(),
 }
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "LC_", "LANG", "TZ", "UCX_", "NIXL_", "GRPC_", "NUMBA_")
+_READ_BY_TORCH = ("OMP_", "KMP_", "GOMP_", "MKL_", "CUDA_", "TORCH", "PYTORCH")
 _PR_SET_CHILD_SUBREAPER = 36
 _NEEDS_EXEC = ("preexec_fn", "shell", "gid", "gids", "uid")
 _MOST_FDS = 200
@@ -94,6 +98,8 @@ class WarmChildren:
         if isinstance(args, str | bytes | os.PathLike) or any(others.get(name) for name in _NEEDS_EXEC):
             return None
         words = [os.fsdecode(word) for word in args]
+        if words[1:2] == ["-P"]:
+            del words[1]
         if len(words) < 2 or not _is_this_python(words[0]) or executable not in (None, args[0]):
             return None
         kind = words[2] if words[1] == "-m" and len(words) > 2 else os.path.relpath(words[1], CHECKOUT)
@@ -104,17 +110,17 @@ class WarmChildren:
 
     def _is_known(self, kind: str, environment: Mapping[str, str]) -> bool:
         """Return whether the libraries that the server has loaded would have begun with it in the same way."""
+        names = _READ_AT_START + (_READ_BY_TORCH if "torch" in KINDS[kind] else ())
 
         def read(variables: Mapping[str, str]) -> dict[str, str]:
-            read = {name: value for name, value in variables.items() if name.startswith(_READ_AT_START)}
-            read.pop("PYTHONUNBUFFERED", None)  # which a fork heeds itself
+            read = {name: value for name, value in variables.items() if name.startswith(names)}
+            read.pop("PYTHONUNBUFFERED", None)  # which a fork heeds itself, as it does folders of this checkout
+            if all(Path(folder).is_relative_to(CHECKOUT) for folder in _import_path(variables)):
+                read.pop("PYTHONPATH", None)
             return read
 
         server = self._servers.get(kind)
-        there, known = read(environment), read(server.environment if server is not None else os.environ)
-        if there.get("PYTHONPATH") == str(CHECKOUT):  # where the children's modules are anyway
-            there.pop("PYTHONPATH")
-        return there == known
+        return read(environment) == read(server.environment if server is not None else os.environ)
 
     def _begin(self, popen: Any, kind: str, asked: Mapping[str, Any]) -> bool:
         """Return whether the child has begun: not if its server has ended, as one does that can't import."""
@@ -183,6 +189,10 @@ def _ask(channel: socket.socket, request: Mapping[str, Any], fds: Sequence[int])
     return int(told)
 
 
+def _import_path(variables: Mapping[str, str]) -> list[str]:
+    return [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
 def _is_this_python(path: str) -> bool:
     own = Path(sys.executable)
     return Path(path).parent == own.parent and Path(path).resolve() == own.resolve()
@@ -234,8 +244,10 @@ def _become(asked: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
         os.setsid()
     _place(fds, asked["fds"])
     os.chdir(asked["folder"])
+    servers = _import_path(os.environ)
     os.environ.clear()
     os.environ.update(asked["environment"])
+    sys.path[1:] = [*_import_path(os.environ), *(folder for folder in sys.path[1:] if folder not in servers)]
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _writer(1, "strict", is_unbuffered)  # type: ignore[misc]
@@ -268,15 +280,19 @@ def _writer(fd: int, errors: str, is_unbuffered: bool) -> io.TextIOWrapper:
 def _run(args: Sequence[str]) -> int:
     """Return the exit status that an interpreter would have."""
     status, is_interrupted = 0, False
-    if os.environ.get("PYTHONPATH") == str(CHECKOUT):
-        sys.path.insert(1, str(CHECKOUT))
+    is_safe_path = args[1] == "-P"
+    words = [args[0], *args[1 + is_safe_path :]]
     try:
-        if args[1] == "-m":
-            sys.argv, sys.path[0] = list(args[2:]), os.getcwd()
-            runpy.run_module(args[2], run_name="__main__", alter_sys=True)
+        if words[1] == "-m":
+            sys.argv, sys.path[0] = words[2:], os.getcwd()
         else:
-            sys.argv, sys.path[0] = list(args[1:]), os.path.dirname(os.path.abspath(args[1]))
-            runpy.run_path(args[1], run_name="__main__")
+            sys.argv, sys.path[0] = words[1:], os.path.dirname(os.path.abspath(words[1]))
+        if is_safe_path:
+            del sys.path[0]
+        if words[1] == "-m":
+            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[1], run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not isinstance(end.code, int | None):
