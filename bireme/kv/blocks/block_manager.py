@@ -74,6 +74,7 @@ class BlockManager:
         """`margin`, `min_priority`: see BlockTiers."""
         self.groups = tuple(groups)
         self.tokens_per_block = tokens_per_block
+        self.has_windows = any(spec.window for spec in groups)
         self.events = events
         # Blocks of narrower windows come and go while a prefix stays reusable: the widest speaks for all.
         self._event_group = min(

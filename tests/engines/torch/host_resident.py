@@ -71,10 +71,7 @@ class HostResident:
         return own
 
     def takes(self, plan: SchedulerOutput) -> bool:
-        return not any(sequence.wants_prompt_logprobs for sequence, _ in plan.chunks)
-
-    def room_for_drafts(self, plan: SchedulerOutput) -> int:
-        return self.most_rows - plan.num_decode_rows
+        return not plan.drafts and not any(sequence.wants_prompt_logprobs for sequence, _ in plan.chunks)
 
     def start(self, plan: SchedulerOutput, row_of: Callable[[Request], Row], ahead: int = 0) -> Flight:
         if self._flight is not None:

@@ -7,7 +7,7 @@
 | CPU | any other | any | `modules`: transformers' own, attention by PagedStep |
 | GPU | of these families, without pictures | decodes alone | `resident`: ResidentDecode, and its graph of that size |
 | GPU | the same | decodes alone, with drafts | `verify`: ResidentDecode's steps of that kind |
-| GPU | the same | decodes, drafts, few tokens of chunks together | `mixed`: MixedSteps, its graph of that many rows |
+| GPU | the same | decodes, few tokens of chunks together | `mixed`: MixedSteps, its graph of that many rows |
 | GPU | the same | one short chunk behind many tokens, alone | `prompt_graph`: PromptGraphs of the fused decoder |
 | GPU | the same | any other | `fused`: FusedDecoder, kernel by kernel |
 | GPU | any other | decodes alone | `decode_graph`: DecodeGraphs of the modules |
@@ -171,12 +171,16 @@ class Forward:
         return (path, steps) if steps is not None and plan.num_decode_rows <= steps.most_rows else None
 
     def room_for_drafts(self, plan: SchedulerOutput) -> int:
-        """Return how many rows of drafts a planned step takes without leaving the quickest path that it has."""
+        """Return how many rows of drafts a planned step takes without leaving the quickest path that it has.
+
+        None where one launch holds a prompt's tokens as well: for those somebody waits, and looking for drafts, which
+        comes before the launch, would be a tenth of that time.
+        """
         if self.verifying is None:
             return plan.budget
         if not plan.chunks:
             return max(0, self.verifying.most_rows - len(plan.decodes))
-        return self.mixed.room_for_drafts(plan) if self.mixed is not None and self.mixed.takes(plan) else plan.budget
+        return 0 if self.mixed is not None and self.mixed.takes(plan) else plan.budget
 
     def run(self, plan: SchedulerOutput) -> Computed:
         batch = self.builder.build(plan)

@@ -55,7 +55,7 @@ class MixedSteps:
     ) -> None:
         """`most_tokens`: of a step."""
         self._decoder, self._state, self._vocab_size = decoder, state, vocab_size
-        self.most_drawn = len(state.tokens)  # rows that decode, those of drafts too, and prompts' last ones
+        self.most_drawn = len(state.tokens)  # rows that decode, and prompts' last ones
         self._sizes = [size for at, size in enumerate(_SIZES) if not at or _SIZES[at - 1] < most_tokens]
         self._tokens = tile_tokens(decoder.weights.num_heads, state.num_kv)
         length = self._length(self._sizes[-1])
@@ -73,24 +73,14 @@ class MixedSteps:
 
     def takes(self, plan: SchedulerOutput) -> bool:
         return (
-            plan.num_tokens <= self._sizes[-1]
-            and (not plan.drafts or plan.num_decode_rows + len(plan.chunks) <= self.most_drawn)
+            not plan.drafts
+            and plan.num_tokens <= self._sizes[-1]
             and len(plan.chunks) <= _MOST_CHUNKS
             and all(
                 plan.begin_of(sequence) + count <= _MOST_SEEN and not sequence.wants_prompt_logprobs
                 for sequence, count in plan.chunks
             )
         )
-
-    def room_for_drafts(self, plan: SchedulerOutput) -> int:
-        """Return how many rows more a step that it takes may have without taking longer: those that fill it up.
-
-        Somebody waits for the first token of its prompt.
-        """
-        rows = plan.num_tokens
-        size = next(size for size in self._sizes if size >= rows)
-        room = size - rows if size in self.graphs.made else 0
-        return min(room, self.most_drawn - plan.num_decode_rows - len(plan.chunks))
 
     def start(self, plan: SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step. `ahead`: tokens of each that decodes that have been started and not been read."""
@@ -104,8 +94,7 @@ class MixedSteps:
                 graph.replay()
             else:
                 self.compute(size)
-            count = len(plan.sampled) + plan.num_decode_rows - len(plan.decodes)
-            return Flight.depart(self._state, self._heard[self._turn][:count])
+            return Flight.depart(self._state, self._heard[self._turn][: len(plan.sampled)])
 
     def make_next_graph(self) -> bool:
         """Make one that is still to be made; False: there is none."""
@@ -146,8 +135,7 @@ class MixedSteps:
         state.fill_steps(told.steps, slots, positions)
         state.fill_parts(told.parts, slots, positions)
         told.steps[: len(tokens), TOKEN] = tokens
-        rows = [(slot, position, row) for row, (slot, position) in enumerate(zip(slots, positions, strict=True))]
-        drawn, of_drafts = rows[: len(decodes)], rows[len(decodes) :]
+        drawn = [(slot, position, row) for row, (slot, position) in enumerate(zip(slots, positions, strict=True))]
         firsts, tiles, row = list(enumerate(decodes)), [], len(tokens)
         for sequence, count in plan.chunks:
             first = plan.begin_of(sequence)
@@ -160,7 +148,6 @@ class MixedSteps:
             row += count
             if end == len(sequence.tokens):
                 drawn.append((sequence.slot, end - 1, row - 1))
-        drawn += of_drafts
         told.tiles[:] = 0
         found: Ints = np.concatenate(tiles) if tiles else told.tiles[:0]
         told.tiles[: len(found)] = found

@@ -82,7 +82,7 @@ class ResidentTables:
         new = []
         for row, sequence in rows:
             blocks, resident = sequence.table.blocks, sequence.resident
-            counts = [len(own) for own in blocks]
+            counts = list(map(len, blocks))
             if counts == resident:
                 continue  # most have no new ones
             if not resident or any(count > known + 1 for count, known in zip(counts, resident, strict=True)):

@@ -382,9 +382,10 @@ class EngineCore:
 
     def _computed(self, sequence: Sequence, count: int) -> None:
         manager = self._parts.manager
-        sequence.computed += count
-        manager.commit(sequence.table, sequence.tokens, sequence.computed)
-        manager.slide(sequence.table, sequence.computed)
+        sequence.computed = computed = sequence.computed + count
+        manager.commit(sequence.table, sequence.tokens, computed)
+        if manager.has_windows:
+            manager.slide(sequence.table, computed)
 
     def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
         """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""

@@ -199,13 +199,16 @@ class Scheduler:
 
     def _plan(self, rows: list[Sequence], plan: SchedulerOutput, most_prompt_tokens: int | None = None) -> None:
         """Add running requests; `most_prompt_tokens`: that may be computed of their prompts, and of new ones."""
+        prompts = []
         for sequence in rows:
             if sequence.num_pending == 1:
                 self._plan_decode(sequence, plan)
+            else:
+                prompts.append(sequence)
         if most_prompt_tokens is not None:
             plan.budget = min(plan.budget, most_prompt_tokens)
-        for sequence in rows:
-            if sequence.num_pending > 1 and sequence.state is SequenceStatus.RUNNING:
+        for sequence in prompts:
+            if sequence.state is SequenceStatus.RUNNING:  # not preempted meanwhile
                 self._plan_chunk(sequence, plan)
 
     def _plan_decode(self, sequence: Sequence, plan: SchedulerOutput) -> None:

@@ -162,14 +162,16 @@ class Speculation:
     def _make_rooms(self, plan: SchedulerOutput, wanted: dict[Sequence, int], room: int) -> dict[Sequence, int]:
         """Hold blocks for drafts of so many tokens, as far as there is room; return of how many, at least one."""
         found, room, manager = {}, min(room, plan.budget), self.manager
+        size = manager.tokens_per_block
         for sequence, most in wanted.items():
             table, computed, count = sequence.table, sequence.computed, min(most, room)
-            held = len(table.blocks[0]) * manager.tokens_per_block - computed - 1
-            if count > held and not manager.can_grow(table, computed + 1 + count, computed):
-                count = min(count, held)
-            if count > 0:
-                if count > held:
+            held = len(table.blocks[0]) * size - computed - 1
+            if count > held:
+                if manager.can_grow(table, computed + 1 + count, computed):
                     manager.grow(table, computed + 1 + count, computed)
+                else:
+                    count = held
+            if count > 0:
                 found[sequence] = count
                 room -= count
         return found
@@ -269,4 +271,4 @@ def _room(sequence: Sequence) -> int:
     """Return how many tokens of a draft it could take and still have one of its own behind them."""
     if sequence.is_canary or not sequence.first_token_at:
         return 0
-    return sequence.max_tokens - sequence.num_output - 1
+    return sequence.max_tokens - len(sequence.tokens) + sequence.num_prompt - 1

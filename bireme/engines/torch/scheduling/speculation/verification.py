@@ -58,7 +58,7 @@ def take_drawn(
         total += count
         sampler.accept_simple(one.key, count)
         if ids is not None:  # usage tells it, if the request ends here
-            drafting = drafting_of(one)
+            drafting = one.drafting or drafting_of(one)
             drafting.num_drafted += len(ids)
             drafting.num_accepted += count - 1
         delivery.accept_burst(one, burst, now, 0 if one in prompts else count, advance)
