@@ -12,7 +12,8 @@ acceptance, forth and back. Told are
 Then requests come at random (Poisson), with drafts and without, as in arrivals_gpu.py.
 
 With `--head` an EAGLE-3 head of the model's shape and random weights drafts instead, and what it drafts is verified:
-`drafter` is its rounds, `seen` what it takes to keep and see what steps made, both medians. Which of its tokens are
+`drafter` is what the host takes to start its rounds, whose own time is the step's, `seen` what it takes to keep and see
+what steps made, both medians. Which of its tokens are
 right is drawn as ever. `--by-passes` has it do without rounds of one launch, one pass after the other.
 
     python benchmarks/speculation_gpu.py                       # 8B shape, two minutes
@@ -93,7 +94,7 @@ class PaidHead:
         self._propose, self._observe = drafter.propose, drafter.observe
         drafter.propose, drafter.observe = self.propose, self.observe
         if by_passes:
-            drafter._passes.rounds = None
+            drafter._passes.rounds = drafter.costs.at_once = None
 
     def propose(self, most: Mapping[Any, int], budget: int = 0) -> dict[Any, Any]:
         began = time.perf_counter()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -78,11 +79,32 @@ class DraftOffer(NamedTuple):
     kind: int = 0
 
 
+class DrawnDraft(Tokens[int]):
+    """Tokens that a GPU draws: how many is known, and where a step finds them there; who asks which they are waits."""
+
+    __slots__ = ("_read", "places")
+
+    def __init__(self, read: Callable[[], list[int]], places: range) -> None:
+        """`read`: returns those of all drafts that are drawn together; `places`: of these among them."""
+        self._read, self.places = read, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> DrawnDraft: ...
+    def __getitem__(self, at: int | slice) -> int | DrawnDraft:
+        found = self.places[at]
+        return DrawnDraft(self._read, found) if isinstance(found, range) else self._read()[found]
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Tokens that may come next in a sequence."""
 
-    tokens: list[int]
+    tokens: Tokens[int]
     kind: int = 0  # of evidence, below the drafter's `num_kinds`: acceptance is measured for each apart
     num_right: int | None = None  # tokens that count as right, whatever is drawn; None: those that are drawn
 
@@ -262,7 +284,7 @@ class SchedulerOutput:
     ahead: dict[Sequence, int] = field(default_factory=dict)  # tokens in those that own chunks stand behind; until then
     budget: int = 0
     # Of decodes: tokens that may follow the last one; each is a row of the step's too, behind those of all decodes.
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    drafts: dict[Sequence, Tokens[int]] = field(default_factory=dict)
     drafting_s: float = 0.0  # that a draft model's passes took before it
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bireme.engines.torch.geometry import ClampedGate, Rotary
 from bireme.engines.torch.kernels.decode_attention import Scratch
-from bireme.engines.torch.kernels.step_begin import NO_BLOCK, TAKE_LAST
+from bireme.engines.torch.kernels.step_begin import FIRST_DRAFTED, NO_BLOCK, TAKE_LAST
 
 
 def decode_attention(
@@ -238,11 +238,13 @@ def cap(x: Tensor, softcap: float) -> Tensor:
     return (softcap * torch.tanh(x.float() / softcap)).to(x.dtype)
 
 
-def begin_step(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, scale: float = 1.0) -> Tensor:
+def begin_step(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, drafted: Tensor) -> Tensor:
     tokens = []
     for slot, _, token, *blocks in steps.tolist():
         for group, (column, block) in enumerate(zip(blocks[::2], blocks[1::2], strict=True)):
             if column != NO_BLOCK:
                 tables[group, slot, column] = block
+        if token <= FIRST_DRAFTED:
+            token = max(0, int(drafted[FIRST_DRAFTED - token]))
         tokens.append(int(last[slot]) if token == TAKE_LAST else token)
-    return embeddings[tokens] * scale
+    return embeddings[tokens]

@@ -332,11 +332,13 @@ def test_a_greedy_row_takes_the_likeliest_token_and_one_with_unusable_logits_non
     assert draw_all(logits, rows)[1:] == [draw.UNUSABLE] * 3
 
 
-def test_a_step_begins_with_the_tokens_of_the_one_before_and_takes_in_new_blocks(randn):
-    steps = torch.tensor([[3, 4, -1, 2, 11, -1, 0], [1, 0, 13, -1, 0, 8, 17]], dtype=torch.int32, device=DEVICE)
+def test_a_step_begins_with_tokens_of_the_one_before_or_of_drafts_and_takes_in_new_blocks(randn):
+    rows = [[3, 4, -1, 2, 11, -1, 0], [1, 0, 13, -1, 0, 8, 17], *([1, 1 + at, -2 - at, -1, 0, -1, 0] for at in (2, 0))]
+    steps = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
     last, embeddings = torch.arange(5, 10, dtype=torch.int32, device=DEVICE), randn(20, 48)
+    drafted = torch.tensor([12, 7, draw.UNUSABLE], dtype=torch.int32, device=DEVICE)
     tables = [torch.zeros(2, 5, 9, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    expected = references.begin_step(steps, tables[0], last, embeddings)
-    close(step_begin.begin_step(steps, tables[1], last, embeddings), expected)
-    close(step_begin.begin_step(steps, tables[1], last, embeddings, 8.5), expected * 8.5)
+    expected = references.begin_step(steps, tables[0], last, embeddings, drafted)
+    close(step_begin.begin_step(steps, tables[1], last, embeddings, drafted=drafted), expected)
+    close(step_begin.begin_step(steps[:2], tables[1], last, embeddings, 8.5), expected[:2] * 8.5)
     assert tables[0].equal(tables[1]) and tables[0].any()

@@ -21,6 +21,7 @@ from bireme.engines.torch.kernels.draft_attention import RUN_COLUMNS, Runs, cut_
 from bireme.engines.torch.kernels.draw import NUM_COLUMNS
 from bireme.engines.torch.kernels.step_begin import BLOCKS, NO_BLOCK, POSITION, SLOT
 from bireme.engines.torch.pools.kv_store import KvStore
+from bireme.engines.torch.weights.eagle_bytes import MOST_IN_ROUND
 
 Ints = npt.NDArray[np.int32]
 
@@ -47,6 +48,7 @@ class DecodeState:
         self.tables = torch.zeros(self.num_groups, num_slots + 1, columns, **make)
         self.requests = torch.zeros(num_slots + 1, NUM_COLUMNS, **make)
         self.last = torch.zeros(num_slots + 1, **make)
+        self.drafted = torch.zeros(max(1, max_draft_len * min(num_slots, MOST_IN_ROUND)), **make)  # by a head
         self.tokens = torch.zeros(most_rows, **make)
         self.logits = torch.empty(most_rows, len(head), dtype=torch.float32, device=head.device)
         self.scratch = Scratch.make(most_rows, weights.num_heads, num_kv, size, head.device)

@@ -2,8 +2,10 @@
 
 Rows of places that the head has not seen come first, of all sequences together: only the last of each is attended and
 goes on, since of the others keys and values are enough. Its token is drawn on the GPU, and the next pass reads it
-there, with the head's own row in the model's place. So the host tells a round once and reads its tokens once. There is
-a CUDA graph for each bucket of sequences and number of passes. Rows that fill one up write to the null block.
+there, with the head's own row in the model's place. The step that verifies them finds them there, too. So the host
+tells a round once, starts that step behind it, and reads which tokens were drafted when it has read what the model
+says. There is a CUDA graph for each bucket of sequences and number of passes. Rows that fill one up write to the null
+block.
 
 A token is drawn by seed and place, temperature, top-k, top-p and min-p, as the model draws it (`kernels/draw.py`).
 """
@@ -46,7 +48,7 @@ from bireme.engines.torch.kernels.rotary import rotate_and_store
 from bireme.engines.torch.kernels.row_wise import rms_norm
 from bireme.engines.torch.kernels.step_begin import BLOCKS, NO_BLOCK, POSITION, SLOT, TOKEN, begin_step
 from bireme.engines.torch.pools.kv_store import HeadRows
-from bireme.engines.torch.step import DraftedSequence
+from bireme.engines.torch.step import DraftedSequence, DrawnDraft
 from bireme.engines.torch.weights.eagle_bytes import MOST_IN_ROUND
 from bireme.logits.rows import Row
 
@@ -67,6 +69,25 @@ class RoundTold:
     parts: Any  # (k, parts, 7): what the passes' rows see
 
 
+class _Round:
+    """Tokens of a round that has been started."""
+
+    __slots__ = ("_done", "_heard", "_tokens")
+
+    def __init__(self, heard: Tensor, done: torch.cuda.Event | None) -> None:
+        """`heard` (k, sequences), host memory: there when `done` is over."""
+        self._heard, self._done = heard, done
+        self._tokens: list[int] | None = None
+
+    def read(self) -> list[int]:
+        """Wait for them, at the first call."""
+        if self._tokens is None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._tokens = self._heard.clamp(min=0).flatten().tolist()
+        return self._tokens
+
+
 class EagleRounds:
     """Used by the engine's thread. Sequences are as the head has them: places are counted from its first."""
 
@@ -79,8 +100,12 @@ class EagleRounds:
         scale: float,
         limits: EngineLimits,
         has_graphs: bool,
+        drafted: Tensor,
     ) -> None:
-        """`store`: its layer 0 is the head's. `embeddings` (vocabulary, h): what it reads of tokens, times `scale`."""
+        """`store`: its layer 0 is the head's. `embeddings` (vocabulary, h): what it reads of tokens, times `scale`.
+
+        `drafted`: where the model's steps find what it drafts (`DecodeState`).
+        """
         shape, device, dtype = head.shape, embeddings.device, embeddings.dtype
         self._head, self._store, self.places = head, store, places
         self._embeddings, self._scale, self._length = embeddings, scale, limits.max_draft_len
@@ -95,7 +120,7 @@ class EagleRounds:
         self.tables = torch.zeros(1, self._spare + 1, limits.most_blocks, **make)
         self.requests = torch.zeros(self._spare + 1, NUM_COLUMNS, **make)
         self._last = torch.zeros(self._spare + 1, **make)
-        self._tokens = torch.zeros(self._length, most, **make)
+        self._tokens = drafted[: self._length * most].view(self._length, most)
         # (sequences, v) of the last pass
         self.logits = torch.zeros(most, shape.draft_vocab_size, device=device)
         # The head's vocabulary among the model's: noise is a function of the model's ids
@@ -104,6 +129,7 @@ class EagleRounds:
         pinned = device.type == "cuda"
         self._host = torch.zeros(self.told.shape, dtype=torch.int32, pin_memory=pinned)
         self._heard = torch.zeros(self._tokens.shape, dtype=torch.int32, pin_memory=pinned)
+        self._last_round = _Round(self._heard, None)
         self._tables = ResidentTables(self)
         self._passes = [_RoundOf(self, count) for count in range(1, self._length + 1)]
         sizes = self._sizes if has_graphs else []
@@ -118,12 +144,13 @@ class EagleRounds:
         """Make one that is still to be made; False: there is none."""
         return any(graphs.make_next() for graphs in reversed(self._graphs))
 
-    def start(self, asked: Sequence[tuple[DraftedSequence, int]]) -> Tensor:
-        """Start a round; return the tokens that will be drawn, on the device, (k, sequences or more) int32.
+    def draft(self, asked: Sequence[tuple[DraftedSequence, int]]) -> list[DrawnDraft]:
+        """Start a round; return each one's tokens, which are there when it has ended. 0 stands where none is likeliest.
 
         `asked`: at most `most_sequences`, each with places that the head has not seen, at most `most_rows` together,
         and the most tokens to draft, 1 to k. Their blocks have room for these.
         """
+        self._last_round.read()  # what was told and heard is written anew
         passes = max(most for _, most in asked)
         size = self._size_for(passes, len(asked), sum(one.num_unseen for one, _ in asked))
         self._tell(self._views(self._host.numpy(), size), asked, passes)
@@ -134,21 +161,14 @@ class EagleRounds:
                 graph.replay()
             else:
                 self.compute(size, passes)
-        return self._tokens
-
-    def draft(self, asked: Sequence[tuple[DraftedSequence, int]]) -> list[list[int]]:
-        """Do a round and wait for it; return each one's tokens, as many as have a likeliest one in a row."""
-        tokens = self.start(asked)
-        self._heard.copy_(tokens, non_blocking=True)
-        if tokens.is_cuda:
+            self._heard.copy_(self._tokens, non_blocking=True)
+        done, width = None, self.most_sequences
+        if self._tokens.is_cuda:
             done = torch.cuda.Event()
             done.record()
-            done.synchronize()
-        found = []
-        for (_, most), drawn in zip(asked, self._heard.t().tolist(), strict=False):
-            end = next((at for at, token in enumerate(drawn[:most]) if token < 0), most)
-            found.append(drawn[:end])
-        return found
+        self._last_round = _Round(self._heard, done)
+        read = self._last_round.read
+        return [DrawnDraft(read, range(at, at + width * most, width)) for at, (_, most) in enumerate(asked)]
 
     def _size_for(self, passes: int, count: int, rows: int) -> int:
         """Return the size of the round for so many sequences and rows; where its graph lacks a larger one stands in."""

@@ -145,7 +145,7 @@ class FusedDecoder:
         """
         weights, store, eps, size = self.weights, self._store, self.weights.eps, self._store.tokens_per_block
         heads = weights.num_heads
-        x = begin_step(steps, state.tables, state.last, weights.embeddings, self.scale)
+        x = begin_step(steps, state.tables, state.last, weights.embeddings, self.scale, state.drafted)
         slots, positions = steps[:, SLOT].contiguous(), steps[:, POSITION].contiguous()
         blocks = state.tables[:, slots, positions // size]
         pool_rows = blocks * size + positions % size  # (groups, R)

@@ -25,7 +25,8 @@ from bireme.engines.torch.forward.flight import Flight
 from bireme.engines.torch.forward.fused_decoder import FusedDecoder
 from bireme.engines.torch.forward.sized_graphs import SizedGraphs
 from bireme.engines.torch.kernels.draw import draw, step_columns
-from bireme.engines.torch.kernels.step_begin import BLOCKS, TAKE_LAST, TOKEN
+from bireme.engines.torch.kernels.step_begin import BLOCKS, FIRST_DRAFTED, TAKE_LAST, TOKEN
+from bireme.engines.torch.step import DrawnDraft
 from bireme.logits.rows import Row
 from bireme.logits.sending import send
 
@@ -47,7 +48,7 @@ def decode_rows(plan: step.SchedulerOutput, ahead: int = 0) -> tuple[Ints, Ints,
     positions = [len(one.tokens) - 1 + ahead for one in decodes]
     for one, drafts in plan.drafts.items():
         first, count = len(one.tokens), len(drafts)
-        tokens += drafts
+        tokens += [FIRST_DRAFTED - at for at in drafts.places] if isinstance(drafts, DrawnDraft) else drafts
         slots += [one.slot] * count
         positions += range(first, first + count)
     found = np.array([tokens, slots, positions], dtype=np.int32)
@@ -144,6 +145,11 @@ class ResidentDecode:
             "verify_graph_off rows" if has_drafts else "graph_off size",
             _APART,
         )
+
+    @property
+    def drafted(self) -> Tensor:
+        """What steps with drafts find a head's tokens in, (tokens,) int32."""
+        return self._state.drafted
 
     def start(self, plan: step.SchedulerOutput, row_of: RowOf, ahead: int = 0) -> Flight:
         """Start a step of decodes alone. `ahead`: tokens of each that have been started and not been read."""

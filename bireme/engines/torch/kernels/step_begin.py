@@ -9,14 +9,16 @@ from torch import Tensor
 
 SLOT, POSITION, TOKEN, BLOCKS = range(4)  # columns of `steps`; from BLOCKS on a column and a block for each group
 TAKE_LAST = -1  # in place of a token: the one that the step before chose
+FIRST_DRAFTED = -2  # in place of a token: the first that was drafted; the others count down from it
 NO_BLOCK = -1  # in place of a column
 
 
-@triton.jit(do_not_specialize_on_alignment=["steps", "last"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["steps", "last", "drafted"])  # type: ignore[untyped-decorator]
 def _begin_kernel(
     steps,  # (R, 3 + 2 * groups)
     tables,  # (groups, slots, columns)
     last,  # (slots,)
+    drafted,  # (D,)
     embeddings,  # (V, W)
     out,  # (R, W)
     table_stride,
@@ -34,7 +36,9 @@ def _begin_kernel(
         column, block = tl.load(own + 3 + 2 * group), tl.load(own + 4 + 2 * group)
         if column >= 0:
             tl.store(tables + group * group_stride + slot * table_stride + column, block)
-    if token < 0:
+    if token < -1:
+        token = tl.maximum(0, tl.load(drafted + (-2 - token)))
+    elif token < 0:
         token = tl.maximum(0, tl.load(last + slot))
     for begin in range(0, W, TILE):
         at = begin + tl.arange(0, TILE)
@@ -44,10 +48,12 @@ def _begin_kernel(
         tl.store(out + row * W + at, embedding, at < W)
 
 
-def begin_step(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, scale: float = 1.0) -> Tensor:
+def begin_step(
+    steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, scale: float = 1.0, drafted: Tensor | None = None
+) -> Tensor:
     """steps (R, 3 + 2 * groups) int32 -> embeddings (R, W) of the rows' tokens; takes new blocks into `tables`.
 
-    The embeddings are multiplied by `scale`.
+    The embeddings are multiplied by `scale`. `drafted` (D,) int32: tokens that rows may name by their places there.
     """
     width = embeddings.shape[1]
     out = torch.empty(len(steps), width, dtype=embeddings.dtype, device=embeddings.device)
@@ -55,6 +61,7 @@ def begin_step(steps: Tensor, tables: Tensor, last: Tensor, embeddings: Tensor, 
         steps,
         tables,
         last,
+        last if drafted is None else drafted,
         embeddings,
         out,
         tables.stride(1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as Works
 from typing import Protocol
 
 import torch
@@ -17,8 +18,10 @@ _LONG = 32  # tokens of a pass, that are not only those of the last steps: a pro
 class PassCosts(StepCosts):
     """What a drafter's passes take, and what of the last ones was to catch up."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, has_rounds: bool = False) -> None:
+        """`has_rounds`: all passes for a step's drafts are one launch, which nobody waits for."""
         super().__init__()
+        self.at_once = StepCosts() if has_rounds else None  # of launches, by the first pass: what the host takes
         # Who waits for a GPU takes no CPU; on a busy machine the clock goes on while others have the CPU.
         self.now = time.monotonic if device.type == "cuda" else time.thread_time
         self.begin()
@@ -35,6 +38,12 @@ class PassCosts(StepCosts):
         self.landed([work], self.now() - began_at)
         if work.prefill_tokens > _LONG:
             self.catch_up_s += self.about_s(work)
+
+    def before_s(self, works: Works[StepWork]) -> float:
+        """Return what a step waits for, before which there are these passes, one for each place of drafts."""
+        if self.at_once is None:
+            return sum(map(self.about_s, works))
+        return self.at_once.about_s(works[0]) if works and self.at_once.num_landed else 0.0
 
 
 class Drafter(Protocol):

@@ -22,7 +22,7 @@ from bireme.engines.torch.forward.eagle_passes import EaglePasses
 from bireme.engines.torch.scheduling.speculation.drafter import PassCosts, drafting_of
 from bireme.engines.torch.scheduling.speculation.followers import GROUP, SeenBlocks, follow
 from bireme.engines.torch.scheduling.step_costs import StepWork
-from bireme.engines.torch.step import Draft, DraftedSequence, SchedulerOutput, SequenceStatus
+from bireme.engines.torch.step import Draft, DraftedSequence, DrawnDraft, SchedulerOutput, SequenceStatus
 from bireme.engines.torch.step import Sequence as OpenSequence
 from bireme.kv.blocks.block_pool import BlockPool
 from bireme.logits.sampler import NO_TOKEN, Sampler
@@ -43,7 +43,7 @@ class EagleDrafter:
         tokens_per_block: int,
         max_seq_len: int,
     ) -> None:
-        self.costs = PassCosts(passes.device)
+        self.costs = PassCosts(passes.device, has_rounds=passes.rounds is not None)
         self._passes, self._sampler, self._size, self._max_seq_len = passes, sampler, tokens_per_block, max_seq_len
         self._blocks = SeenBlocks(pool, tokens_per_block)
 
@@ -174,7 +174,9 @@ class EagleDrafter:
         if not ready:
             return {}
         at_once = self._fitting(ready)
-        drafted = self._draft_at_once(at_once, most) if at_once else {}
+        drafted: dict[OpenSequence, Sequence[int]] = {}
+        if at_once:
+            drafted |= self._draft_at_once(at_once, most)
         if others := {one: follower for one, follower in ready.items() if one not in at_once}:
             drafted |= self._draft_by_passes(others, most)
         return {one: Draft(tokens) for one, tokens in drafted.items() if tokens}
@@ -193,18 +195,17 @@ class EagleDrafter:
 
     def _draft_at_once(
         self, followers: Mapping[OpenSequence, DraftedSequence], most: Mapping[OpenSequence, int]
-    ) -> dict[OpenSequence, list[int]]:
+    ) -> dict[OpenSequence, DrawnDraft]:
+        """The step that verifies them is started while they are drawn, and takes the time of both."""
         rounds, began = self._passes.rounds, self.costs.now()
         assert rounds is not None
         for one, follower in followers.items():
             self._begin(one, follower, most[one])
             follower.row.go_to(one.num_output)
         drafted = rounds.draft([(follower, most[one]) for one, follower in followers.items()])
-        works = []
-        for place in range(max(most[one] for one in followers)):
-            going = [follower.own for one, follower in followers.items() if most[one] > place]
-            works.append(StepWork(len(going), 0, sum(own.computed for own in going)))
-        self.costs.landed(works, self.costs.now() - began)
+        work = StepWork(len(followers), 0, sum(follower.own.computed for follower in followers.values()))
+        if self.costs.at_once is not None:
+            self.costs.at_once.landed([work], self.costs.now() - began)
         for follower in followers.values():
             follower.own.computed += follower.num_unseen
             self._seen(follower)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from bireme.engines.torch.scheduling.speculation.budget import DraftBudget
+from bireme.engines.torch.scheduling.speculation.drafter import PassCosts
 from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import Drafting, DraftOffer, SchedulerOutput, Sequence
 
@@ -86,7 +87,7 @@ class MeasuredLengths:
         verifying: StepCosts,
         num_kinds: int,
         most_s: float = 0.0,
-        drafting: StepCosts | None = None,
+        drafting: PassCosts | None = None,
     ) -> None:
         """`verifying`: of steps that have drafts. `drafting`: of the passes that make them; None: they cost nothing.
 
@@ -186,7 +187,7 @@ class MeasuredLengths:
 class _Passes:
     """What a model's passes for drafts take together: one for each place, whose rows are of as many sequences."""
 
-    def __init__(self, costs: StepCosts | None) -> None:
+    def __init__(self, costs: PassCosts | None) -> None:
         """None: there are none."""
         self._costs = costs
         self._works: list[StepWork] = []
@@ -198,7 +199,7 @@ class _Passes:
         self._works[place - 1] = self._works[place - 1].with_rows(1, num_before)
 
     def seconds(self) -> float:
-        return sum(map(self._costs.about_s, self._works)) if self._costs is not None else 0.0
+        return self._costs.before_s(self._works) if self._costs is not None else 0.0
 
 
 def _hopes(sequence: Sequence, rate: float, count: int, hope: float = 1.0) -> list[_Hope]:
