@@ -269,7 +269,7 @@ class EngineCore:
         if (computed := self._compute(plan)) is not None:
             places = self._places(plan)  # of those that are left of it
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
-            work = StepWork.of(plan)
+            work = self._work(plan)
             with self._range("sample"):
                 sampled = self._sample(computed)
             self._advance(plan)
@@ -308,6 +308,10 @@ class EngineCore:
             num_tokens = deliver_verified(plan, sequences, sampled, now, draw, *took)
             speculation.learn(trials)
         return num_tokens
+
+    def _work(self, plan: SchedulerOutput) -> StepWork:
+        speculation = self._parts.speculation
+        return speculation.work_of(plan) if speculation is not None else StepWork.of(plan)
 
     def _places(self, plan: SchedulerOutput, ahead: int = 0) -> list[StepPlace]:
         return self._parts.speculation.places_of(plan, ahead) if self._parts.speculation is not None else []
@@ -415,7 +419,7 @@ class EngineCore:
         path, resident = chosen
         with self._range(f"start {path}"):
             flight = resident.start(plan, lambda sequence: sampler.row(sequence.key), ahead)
-        work, places = StepWork.of(plan), self._places(plan, ahead)
+        work, places = self._work(plan), self._places(plan, ahead)
         scheduled = self._recorder.scheduled(plan, ahead) if self._recorder is not None else None
         batch = plan.sampled
         return _Started(path, plan, batch, flight, began, work, scheduled, self._needs_host(plan, batch), places)

@@ -49,17 +49,17 @@ class StepWork(NamedTuple):
     looks: int = 0  # of prompts' tokens at those before them
 
     @classmethod
-    def of(cls, plan: SchedulerOutput, has_drafts: bool = True) -> StepWork:
-        """`has_drafts`: with those of the plan."""
+    def of(cls, plan: SchedulerOutput, has_drafts: bool = True, is_read_once: bool = False) -> StepWork:
+        """`has_drafts`: with those of the plan. `is_read_once`: a sequence's rows read what is before them together."""
         work = cls(len(plan.decodes), 0, sum(map(_lengths, plan.decodes)))
         if has_drafts:
             for sequence, drafts in plan.drafts.items():
-                work = work.with_rows(len(drafts), sequence.computed)
+                work = work.with_rows(len(drafts), 0 if is_read_once else sequence.computed)
         for sequence, count in plan.chunks:
             work = work.with_chunk(plan.begin_of(sequence), count)
         return work
 
-    def with_rows(self, count: int, before: int) -> StepWork:
+    def with_rows(self, count: int, before: int = 0) -> StepWork:
         rows, tokens, context, looks = self
         return StepWork(rows + count, tokens, context + count * before, looks)
 
@@ -205,6 +205,11 @@ class StepCosts:
             if self.num_landed >= self._fits_at or cell.num == _FEW:
                 self._fit()
 
+    def num_alike(self, work: StepWork) -> int:
+        """Return how many of the last steps with about as much work are known."""
+        cell = self._table.cells.get(_place_of(work))
+        return len(cell.ratios) if cell is not None else 0
+
     def least_s(self, work: StepWork) -> float:
         """Return what the quickest of the last such steps took; 0: there was one at most."""
         return self._table.seconds(work, "least", 0.0)
@@ -236,16 +241,14 @@ class StepCosts:
         return sorted(found, key=lambda one: (one.prefill_tokens, one.decode_rows, one.context_tokens))
 
     def _add(self, work: StepWork, seconds: float) -> _Cell:
-        rows, tokens, context, _ = work
-        place = rows.bit_length(), tokens.bit_length(), context.bit_length()
-        cells = self._table.cells
+        place, cells = _place_of(work), self._table.cells
         cell = cells.get(place)
         if cell is None:
             if len(cells) >= _MOST_CELLS:
                 del cells[min(cells, key=lambda one: cells[one].num)]
             cell = cells[place] = _Cell()
         cell.add(work, seconds / self._table.by_form(work))
-        self.most_prefill = max(self.most_prefill, tokens)
+        self.most_prefill = max(self.most_prefill, work.prefill_tokens)
         return cell
 
     def _fit(self) -> None:
@@ -269,6 +272,11 @@ class StepCosts:
                 break
         constant, a_row, a_token, a_context, a_look = (first * slopes).tolist()
         self._table = self._table.scaled_to((constant, a_row, a_token, a_context, a_look))
+
+
+def _place_of(work: StepWork) -> _Place:
+    rows, tokens, context, _ = work
+    return rows.bit_length(), tokens.bit_length(), context.bit_length()
 
 
 @functools.lru_cache(4096)

@@ -22,6 +22,7 @@ _OWED = 0.5  # of the purse, that a sequence may owe
 _PURSE = 32.0  # steps, that all save at the most
 _DEBT = 24.0  # tokens or steps, that are owed at the most: one bill of a stalled host ends no drafts for minutes
 _FIRST_PURSE = 16.0  # steps, to find out how good drafts are
+_BILL = 4.0  # steps, that what is done before one costs at the most: a kernel was compiled, a neighbor had the machine
 _FEW = 4  # steps with drafts, of which too little is known: they are taken to cost what others do
 
 
@@ -56,6 +57,9 @@ class DraftBudget:
             return drafting.credit > 0
         return self._purse > 0 and drafting.credit + _OWED * self._purse > 0
 
+    def _work_of(self, plan: SchedulerOutput) -> StepWork:
+        return StepWork.of(plan, is_read_once=self._verifying is not self._costs)
+
     def verify_s(self, work: StepWork) -> float:
         """Return what a step with drafts takes."""
         return (self._verifying if self._verifying.num_landed >= _FEW else self._costs).about_s(work)
@@ -68,9 +72,9 @@ class DraftBudget:
         """
         plain = StepWork.of(plan, has_drafts=False)
         step_s = self._costs.about_s(plain)
-        self._take(due, seconds / step_s)
+        self._take(due, min(seconds / step_s, _BILL))
         if due and plan.drafts:
-            self._take(plan.drafts, max(0.0, self.verify_s(StepWork.of(plan)) / step_s - 1))
+            self._take(plan.drafts, max(0.0, self.verify_s(self._work_of(plan)) / step_s - 1))
         self._purse = max(-_DEBT, self._purse - once_s / step_s)
 
     def gained(self, sequence: Sequence, num_accepted: int) -> None:

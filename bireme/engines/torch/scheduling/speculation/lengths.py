@@ -4,12 +4,15 @@ A draft's token is accepted if all before it were and it is right itself, with a
 same at each of its places. It is estimated for each sequence and kind of evidence from what was tried, the last trials
 most, and begins where the engine's other sequences stand. A row more of a step makes that many tokens more, and takes
 what a step of so many rows takes more: the rows with most hope are taken as long as tokens a second grow. Where none
-pay, one draft in several is verified in part: the text may have come to where they are right. Who drafts at all is what
+pay, one draft in several is verified in part: the text may have come to where they are right. On a GPU all of a batch
+are, since most of what that takes is the same for one and for all. There a batch of another size is also measured
+before anything is believed of it: some steps without drafts, then some with whole ones. Who drafts at all is what
 `budget.py` keeps account of.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -27,9 +30,11 @@ _FIRST = (3.0, 5.0)  # accepted and tried of a kind that nobody has tried
 _FADES = 0.9  # of a sequence's trials, with each draft that is verified
 _OF_ALL = 0.99  # of the engine's
 _ESTIMATES = 16  # of a step's seconds, about so many: each takes the host some microseconds
-_PROBE_EVERY = 16  # steps whose drafts are left, where they are looked up; a model's are paid for otherwise
+_PROBE_EVERY = 16  # steps whose drafts are left
 _PROBE = 2  # tokens of the one that is all the same
-_LOOK_EVERY = 64  # steps before which nobody looks for drafts
+_LOOK_EVERY = 64  # steps before which nobody looks for drafts, once they do not pay
+_LOOK_EVERY_MOST = 256  # the same, twice as many each time that they still do not
+_KNOWN = 2  # steps of a size, of which one may have been an exception
 
 
 class DraftLengths(Protocol):
@@ -93,11 +98,13 @@ class MeasuredLengths:
 
         `most_s`: that a step may take with its drafts; 0: no bound.
         """
-        self._costs, self._most_s, self._drafting = costs, most_s, drafting
+        self._costs, self._verifying, self._most_s, self._drafting = costs, verifying, most_s, drafting
+        self._shares = verifying is not costs  # a GPU's steps with drafts: rows share most of what they take
         self._budget = DraftBudget(costs, verifying)
         self.due, self.paid, self.gained = self._budget.due, self._budget.paid, self._budget.gained
         self._of_all = [_FIRST] * num_kinds
         self._num_left_out = self._num_unlooked = 0
+        self._look_every = _LOOK_EVERY
         self._pays = False  # as it was found last
 
     @property
@@ -105,9 +112,14 @@ class MeasuredLengths:
         return self._budget.is_open
 
     def choose(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
+        if self._is_new(plan):
+            return {}
         hopes = []
         for sequence, offer in offers.items():
             hopes += _hopes(sequence, self.rate(sequence, offer.kind), offer.num_tokens)
+        if self._is_untried(plan, hopes, len(offers)):
+            self._num_left_out = 0
+            return {sequence: offer.num_tokens for sequence, offer in offers.items()}
         hopes.sort(key=lambda one: (-one[0], one[1]))
         count = self._most_that_pay(plan, hopes)
         self._pays = count > 0
@@ -119,12 +131,15 @@ class MeasuredLengths:
         return chosen
 
     def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
+        if self._is_new(plan):
+            return False
         due = set(self.due(plan))
         if not (most := {one: count for one, count in most.items() if one in due}):
             return False
         self._num_unlooked += 1
-        if self._num_unlooked > _LOOK_EVERY:
-            self._num_unlooked, self._num_left_out = 0, self._num_left_out + _LOOK_EVERY
+        if self._num_unlooked > self._look_every:
+            self._num_unlooked, self._num_left_out = 0, self._num_left_out + self._look_every
+            self._look_every = min(2 * self._look_every, _LOOK_EVERY_MOST)
             return True
         hopes = []
         for sequence, count in most.items():
@@ -132,10 +147,25 @@ class MeasuredLengths:
             rate = max(self.rate(sequence, kind) for kind in range(len(self._of_all)))
             hopes += _hopes(sequence, rate, count, found)
         hopes.sort(key=lambda one: (-one[0], one[1]))
-        is_hopeful = self._most_that_pay(plan, hopes) > 0
+        is_hopeful = self._is_untried(plan, hopes, len(most)) or self._most_that_pay(plan, hopes) > 0
         if is_hopeful:
-            self._num_unlooked = 0
+            self._num_unlooked, self._look_every = 0, _LOOK_EVERY
         return is_hopeful
+
+    def _is_new(self, plan: SchedulerOutput) -> bool:
+        """Return whether it is not known what such a step takes without drafts, on a GPU."""
+        return self._shares and not plan.chunks and self._costs.num_alike(StepWork.of(plan)) < _KNOWN
+
+    def _is_untried(self, plan: SchedulerOutput, hopes: Collection[_Hope], num_sequences: int) -> bool:
+        """Return whether it is not known what the step takes on a GPU with all of its drafts, and it may have them.
+
+        `num_sequences`: that have some. Those of few of a batch tell nothing of it.
+        """
+        if not self._shares or plan.chunks or 2 * num_sequences < len(plan.decodes):
+            return False
+        work = StepWork.of(plan).with_rows(len(hopes))  # read once
+        is_bounded = bool(self._most_s) and self._budget.verify_s(work) > self._most_s
+        return self._verifying.num_alike(work) < _KNOWN and not is_bounded
 
     def _most_that_pay(self, plan: SchedulerOutput, hopes: list[_Hope]) -> int:
         work = StepWork.of(plan)
@@ -147,7 +177,8 @@ class MeasuredLengths:
         for count, (hope, place, sequence) in enumerate(hopes, 1):
             tokens += hope
             rows += 1
-            context += sequence.computed
+            if not self._shares:
+                context += sequence.computed
             if self._drafting is not None:
                 passes.add(place, sequence.computed)
             if count & (count - 1) and count % every and count != len(hopes):
@@ -162,9 +193,11 @@ class MeasuredLengths:
 
     def _probe(self, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         self._num_left_out += 1  # not for each draft: a large batch would probe, and land, step after step
-        if self._num_left_out < _PROBE_EVERY and self._drafting is None:
+        if self._num_left_out < _PROBE_EVERY:
             return {}
         self._num_left_out = 0
+        if self._shares:
+            return {sequence: min(_PROBE, offer.num_tokens) for sequence, offer in offers.items()}
         sequence, offer = max(offers.items(), key=lambda one: self.rate(one[0], one[1].kind))
         return {sequence: min(_PROBE, offer.num_tokens)}
 
@@ -190,16 +223,21 @@ class _Passes:
     def __init__(self, costs: PassCosts | None) -> None:
         """None: there are none."""
         self._costs = costs
-        self._works: list[StepWork] = []
+        self._rows: list[int] = []
+        self._contexts: list[int] = []
 
     def add(self, place: int, num_before: int) -> None:
         """Have one sequence more, of so many tokens, drafted at a place, from 1."""
-        if place > len(self._works):
-            self._works.append(StepWork(0, 0, 0))
-        self._works[place - 1] = self._works[place - 1].with_rows(1, num_before)
+        if place > len(self._rows):
+            self._rows.append(0)
+            self._contexts.append(0)
+        self._rows[place - 1] += 1
+        self._contexts[place - 1] += num_before
 
     def seconds(self) -> float:
-        return self._costs.before_s(self._works) if self._costs is not None else 0.0
+        if self._costs is None:
+            return 0.0
+        return self._costs.before_s(list(map(StepWork, self._rows, itertools.repeat(0), self._contexts)))
 
 
 def _hopes(sequence: Sequence, rate: float, count: int, hope: float = 1.0) -> list[_Hope]:

@@ -176,6 +176,10 @@ class Speculation:
                 room -= count
         return found
 
+    def work_of(self, plan: SchedulerOutput) -> StepWork:
+        """Return a step's work as `verifying` has it."""
+        return StepWork.of(plan, is_read_once=self.verifying is not None)
+
     def places_of(self, plan: SchedulerOutput, ahead: int = 0) -> list[StepPlace]:
         """Return what `observe` is told of a step that begins; nothing where nobody wants to see it."""
         return places_of(plan, ahead) if self._sees() else []
