@@ -42,7 +42,7 @@ class KnownAnswers:
 class WholeDrafts:
     """All sequences are due, whatever it takes, and all that was proposed is verified."""
 
-    is_open = True
+    is_open = pays = True
 
     def due(self, plan: Any) -> Any:
         return plan.decodes

@@ -34,6 +34,8 @@ _PROBE_EVERY = 16  # steps whose drafts are left
 _PROBE = 2  # tokens of the one that is all the same
 _LOOK_EVERY = 64  # steps before which nobody looks for drafts, once they do not pay
 _LOOK_EVERY_MOST = 256  # the same, twice as many each time that they still do not
+_DECIDED = 8  # steps at the most, for which lengths are decided: that takes the host a while
+_IN_A_ROW = 4  # decisions of one step each, before
 _KNOWN = 2  # steps of a size, of which one may have been an exception
 
 
@@ -60,11 +62,15 @@ class DraftLengths(Protocol):
     def is_open(self) -> bool:
         """Drafts have paid lately."""
 
+    @property
+    def pays(self) -> bool:
+        """Drafts paid when it was asked last, or nobody knows."""
+
 
 class PromptsAlone:
     """Of an engine that drafts nothing, whose head sees each prompt for the engine that its KV goes to."""
 
-    is_open = True
+    is_open = pays = True
 
     def due(self, plan: SchedulerOutput) -> Collection[Sequence]:
         return ()
@@ -106,19 +112,34 @@ class MeasuredLengths:
         self._num_left_out = self._num_unlooked = 0
         self._look_every = _LOOK_EVERY
         self._pays = False  # as it was found last
+        self._decision = _Decision()
 
     @property
     def is_open(self) -> bool:
         return self._budget.is_open
 
+    @property
+    def pays(self) -> bool:
+        return self._pays or not self._shares
+
     def choose(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         if self._is_new(plan):
             return {}
+        if (again := self._decision.again(offers)) is not None:
+            return again
+        chosen = self._decide(plan, offers)
+        if self._pays and self._shares and self._drafting is not None:
+            self._decision.take(offers, chosen)
+        else:
+            self._decision = _Decision()
+        return chosen
+
+    def _decide(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         hopes = []
         for sequence, offer in offers.items():
             hopes += _hopes(sequence, self.rate(sequence, offer.kind), offer.num_tokens)
         if self._is_untried(plan, hopes, len(offers)):
-            self._num_left_out = 0
+            self._pays, self._num_left_out = False, 0
             return {sequence: offer.num_tokens for sequence, offer in offers.items()}
         hopes.sort(key=lambda one: (-one[0], one[1]))
         count = self._most_that_pay(plan, hopes)
@@ -131,26 +152,33 @@ class MeasuredLengths:
         return chosen
 
     def is_hopeful(self, plan: SchedulerOutput, most: Mapping[Sequence, int]) -> bool:
-        if self._is_new(plan):
-            return False
         due = set(self.due(plan))
-        if not (most := {one: count for one, count in most.items() if one in due}):
+        if not (most := {one: count for one, count in most.items() if one in due}) or self._is_new(plan):
             return False
-        self._num_unlooked += 1
-        if self._num_unlooked > self._look_every:
-            self._num_unlooked, self._num_left_out = 0, self._num_left_out + self._look_every
-            self._look_every = min(2 * self._look_every, _LOOK_EVERY_MOST)
+        if self._is_to_look():
             return True
+        hopes = self._unlooked(most)
+        is_hopeful = self._is_untried(plan, hopes, len(most)) or self._most_that_pay(plan, hopes) > 0
+        if is_hopeful:
+            self._num_unlooked, self._look_every = 0, _LOOK_EVERY
+        return is_hopeful
+
+    def _unlooked(self, most: Mapping[Sequence, int]) -> list[_Hope]:
         hopes = []
         for sequence, count in most.items():
             found = sequence.drafting.found if sequence.drafting is not None else 1.0
             rate = max(self.rate(sequence, kind) for kind in range(len(self._of_all)))
             hopes += _hopes(sequence, rate, count, found)
-        hopes.sort(key=lambda one: (-one[0], one[1]))
-        is_hopeful = self._is_untried(plan, hopes, len(most)) or self._most_that_pay(plan, hopes) > 0
-        if is_hopeful:
-            self._num_unlooked, self._look_every = 0, _LOOK_EVERY
-        return is_hopeful
+        return sorted(hopes, key=lambda one: (-one[0], one[1]))
+
+    def _is_to_look(self) -> bool:
+        """Return whether so many steps have gone by that nobody expected anything of."""
+        self._num_unlooked += 1
+        if self._num_unlooked <= self._look_every:
+            return False
+        self._num_unlooked, self._num_left_out = 0, self._num_left_out + self._look_every
+        self._look_every = min(2 * self._look_every, _LOOK_EVERY_MOST)
+        return True
 
     def _is_new(self, plan: SchedulerOutput) -> bool:
         """Return whether it is not known what such a step takes without drafts, on a GPU."""
@@ -197,7 +225,7 @@ class MeasuredLengths:
             return {}
         self._num_left_out = 0
         if self._shares:
-            return {sequence: min(_PROBE, offer.num_tokens) for sequence, offer in offers.items()}
+            return {sequence: offer.num_tokens for sequence, offer in offers.items()}  # so that all is measured again
         sequence, offer = max(offers.items(), key=lambda one: self.rate(one[0], one[1].kind))
         return {sequence: min(_PROBE, offer.num_tokens)}
 
@@ -215,6 +243,25 @@ class MeasuredLengths:
         assert isinstance(drafting, Drafting)
         accepted, tried = drafting.trials.get(kind, (0.0, 0.0))
         drafting.trials[kind] = accepted * _FADES + num_accepted, tried * _FADES + trials
+
+
+class _Decision:
+    """Lengths of a model's drafts that pay, and go on paying: the same sequences keep them for some steps."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Sequence, int] = {}
+        self._num_used, self._lasts = 0, -_IN_A_ROW  # steps
+
+    def take(self, offers: Mapping[Sequence, DraftOffer], chosen: Mapping[Sequence, int]) -> None:
+        self._lasts = min(self._lasts + 1, _DECIDED) if offers.keys() == self._counts.keys() else -_IN_A_ROW
+        self._counts, self._num_used = {one: chosen.get(one, 0) for one in offers}, 0
+
+    def again(self, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int] | None:
+        """Return them once more; None: it is to be decided anew."""
+        if self._num_used >= self._lasts or offers.keys() != self._counts.keys():
+            return None
+        self._num_used += 1
+        return {one: count for one, offer in offers.items() if (count := min(self._counts[one], offer.num_tokens))}
 
 
 class _Passes:
