@@ -69,6 +69,16 @@ def answered(engine, requests):
     return tokens, {at: list(drafted) for at, drafted in seen.items()}  # by then the GPU has drawn them
 
 
+class SeldomDrafts(WholeDrafts):
+    """One step in eight has some."""
+
+    num_steps = 0
+
+    def choose(self, plan, offers):
+        self.num_steps += 1
+        return super().choose(plan, offers) if self.num_steps % 8 == 0 else {}
+
+
 class Recordable(TorchDispatchMode):
     """Refuses what can't be recorded as a graph: values that come to the host, and sizes that depend on them."""
 
@@ -141,6 +151,21 @@ def test_a_round_drafts_what_passes_draft_one_by_one_and_steps_say_what_they_say
         assert {len(tokens) for tokens in at_once.values()} == {1, 2, 3}
         assert not refused(engine)
         check_memory(engine)
+
+
+def test_of_whom_much_is_unseen_the_head_catches_up_before_a_round(base, monkeypatch):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    with open_engine(base, enable_block_reuse=False) as engine:
+        speculation, seen = engine.core._parts.speculation, []
+        asked = [*ASKED[:2], request([1 + token % 49 for token in PROMPTS[2]], 14, temperature=1.2, seed=8)]
+        speculation.lengths, drafter = SeldomDrafts(), speculation.drafter
+        see = drafter._catch_up
+        monkeypatch.setattr(drafter, "_catch_up", lambda some: (seen.append(len(some)), see(some)), raising=False)
+        tokens, at_once = answered(engine, asked)
+        drafter._passes.rounds, speculation.lengths = None, SeldomDrafts()
+        expected, by_passes = answered(engine, asked)
+        both = at_once.keys() & by_passes.keys()
+        assert seen and tokens == expected and both and all(at_once[at] == by_passes[at] for at in both)
 
 
 def test_preempted_requests_and_cached_prefixes_go_on_with_rounds(base, monkeypatch):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from bireme.engines.torch.weights.setup import Setup
 from bireme.errors import ConfigError
 from bireme.kv.blocks.block_manager import BlockManager, BlockTable, GroupSpec
 from bireme.logits.rows import Row
+from bireme.logits.sending import send
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.settings import EAGLE
 
@@ -159,8 +161,11 @@ class EaglePasses:
 
     def fused(self, unseen: list[tuple[list[Tensor], slice]]) -> Tensor:
         """Return what the head reads of rows of several steps, (rows, h). `unseen`: `taps` and which rows of them."""
-        layers = range(len(self._head.shape.taps))
+        layers, places = range(len(self._head.shape.taps)), self.places
         with torch.inference_mode():
+            if places is not None and all(parts is places.parts for parts, _ in unseen):
+                cells = np.array([at for _, rows in unseen for at in range(rows.start, rows.stop)])
+                return self._head.fuse(places.rows.index_select(0, send(cells, self.device)))
             joined = [torch.cat([parts[layer][rows] for parts, rows in unseen]) for layer in layers]
             found: Tensor = self._head.fuse(torch.cat(joined, -1))
             return found

@@ -55,10 +55,13 @@ class EagleDrafter:
         is_whole = follower.num_verified + follower.num_unseen == len(sequence.tokens) - 1
         return self._max_seq_len - len(sequence.tokens) if is_whole else 0
 
-    def observe(self, plan: SchedulerOutput, places: Sequence[StepPlace], is_in_places: bool) -> float:
+    def observe(
+        self, plan: SchedulerOutput, places: Sequence[StepPlace], is_in_places: bool, pays: bool = True
+    ) -> float:
         """Keep what the model made of a step whose tokens have been delivered, until a draft is wanted.
 
-        `places`: `places_of`, when the step began. `is_in_places`: the step itself has put its rows there.
+        `places`: `places_of`, when the step began. `is_in_places`: the step itself has put its rows there. `pays`:
+        drafts do; otherwise what is too much to keep is let go of.
         The head sees prompts at once, so that a cached prefix of theirs serves others. Nobody has to tell it of all
         steps: behind a gap it sees a sequence anew. Returns the seconds that its pass took.
         """
@@ -71,7 +74,7 @@ class EagleDrafter:
             self._place({one: used[one] for one in used.keys() - prompts}, None if is_in_places else num_rows)
         if kept:
             self._keep(plan, kept, self._passes.taps(num_rows))
-        if not (seen := self._due(used, prompts)):
+        if not (seen := self._due(used, prompts, pays)):
             return 0.0
         began = self.costs.now()
         self._see({one: _follower_of(one) for one in seen}, dict.fromkeys(seen, 0))
@@ -87,7 +90,7 @@ class EagleDrafter:
                     used[sequence] = own
         return used
 
-    def _due(self, some: Iterable[OpenSequence], prompts: Container[OpenSequence]) -> list[OpenSequence]:
+    def _due(self, some: Iterable[OpenSequence], prompts: Container[OpenSequence], pays: bool) -> list[OpenSequence]:
         """Return those that the head is to see now, as far as a pass has room: prompts, and of whom too much is kept.
 
         Prompts first: their blocks serve others. What is too much and has no room is lost.
@@ -100,7 +103,7 @@ class EagleDrafter:
         for sequence in sorted(some, key=is_prompt, reverse=True):
             count = _follower_of(sequence).num_unseen
             is_much = count > self._passes.most_unseen
-            if (is_much or is_prompt(sequence)) and room >= count:
+            if (is_much and pays or is_prompt(sequence)) and room >= count:
                 due.append(sequence)
                 room -= count
             elif is_much:
@@ -173,7 +176,7 @@ class EagleDrafter:
                 ready[one], left = follower, left - follower.num_unseen
         if not ready:
             return {}
-        at_once = self._fitting(ready)
+        at_once = self._at_once(ready)
         drafted: dict[OpenSequence, Sequence[int]] = {}
         if at_once:
             drafted |= self._draft_at_once(at_once, most)
@@ -181,17 +184,42 @@ class EagleDrafter:
             drafted |= self._draft_by_passes(others, most)
         return {one: Draft(tokens) for one, tokens in drafted.items() if tokens}
 
-    def _fitting(self, ready: Mapping[OpenSequence, DraftedSequence]) -> dict[OpenSequence, DraftedSequence]:
-        """Return those whose round is one launch: few places are unseen, which lie by place, and nothing is edited."""
+    def _at_once(self, ready: Mapping[OpenSequence, DraftedSequence]) -> dict[OpenSequence, DraftedSequence]:
+        """Return those whose round is one launch: what is unseen lies by place, and nothing is edited.
+
+        Where that is more than a round has rows for, all but the last place of whom it is long is seen before.
+        """
         rounds, found = self._passes.rounds, dict[OpenSequence, DraftedSequence]()
-        if rounds is not None:
-            left, parts = rounds.most_rows, rounds.places.parts
-            for one, follower in ready.items():
-                fits = follower.num_unseen <= left and not follower.row.is_always_edited
-                if fits and len(found) < rounds.most_sequences and all(part is parts for part, _ in follower.unseen):
-                    found[one] = follower
-                    left -= follower.num_unseen
+        if rounds is None:
+            return found
+        for one, follower in ready.items():
+            if self._is_simple(follower) and len(found) < rounds.most_sequences:
+                found[one] = follower
+        if sum(follower.num_unseen for follower in found.values()) > rounds.most_rows:
+            most = rounds.most_rows // rounds.most_sequences
+            self._catch_up({one: follower for one, follower in found.items() if follower.num_unseen > most})
         return found
+
+    def _is_simple(self, follower: DraftedSequence) -> bool:
+        assert self._passes.places is not None
+        parts = self._passes.places.parts
+        return not follower.row.is_always_edited and all(part is parts for part, _ in follower.unseen)
+
+    def _catch_up(self, followers: Mapping[OpenSequence, DraftedSequence]) -> None:
+        """Do a pass of all places that were kept but the last one of each. It is waited for: it is no step's time."""
+        began, lasts = self.costs.now(), {}
+        for one, follower in followers.items():
+            parts, rows = follower.unseen.pop()
+            if rows.stop - rows.start > 1:
+                follower.unseen.append((parts, slice(rows.start, rows.stop - 1)))
+            follower.num_unseen -= 1
+            lasts[one] = parts, slice(rows.stop - 1, rows.stop)
+        self._see(followers, dict.fromkeys(followers, 0))
+        for one, follower in followers.items():
+            follower.add(*lasts[one])
+        if self._passes.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.costs.catch_up_s += self.costs.now() - began
 
     def _draft_at_once(
         self, followers: Mapping[OpenSequence, DraftedSequence], most: Mapping[OpenSequence, int]
