@@ -91,6 +91,9 @@ class DrawnDraft(Tokens[int]):
     def __len__(self) -> int:
         return len(self.places)
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._read()[self.places.start : self.places.stop : self.places.step])
+
     @overload
     def __getitem__(self, at: int) -> int: ...
     @overload

@@ -201,12 +201,11 @@ class MeasuredLengths:
         every = max(4, len(hopes) // _ESTIMATES)
         gain = _KEPT_GAIN if self._pays else _GAIN
         best, best_count = gain * tokens / self._costs.about_s(work), 0
-        passes = _Passes(self._drafting)
+        passes, times_read = _Passes(self._drafting), int(not self._shares)
         for count, (hope, place, sequence) in enumerate(hopes, 1):
             tokens += hope
             rows += 1
-            if not self._shares:
-                context += sequence.computed
+            context += times_read * sequence.computed
             if self._drafting is not None:
                 passes.add(place, sequence.computed)
             if count & (count - 1) and count % every and count != len(hopes):
