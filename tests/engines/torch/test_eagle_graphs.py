@@ -168,6 +168,13 @@ def test_of_whom_much_is_unseen_the_head_catches_up_before_a_round(base, monkeyp
         assert seen and tokens == expected and both and all(at_once[at] == by_passes[at] for at in both)
 
 
+def test_an_engine_of_one_sequence_at_a_time_has_rounds(base, monkeypatch):
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    with open_engine(base, max_batch_size=1) as engine:
+        assert engine.core._parts.forward.rounds is not None
+        assert answered(engine, ASKED[1:2])[1] and steps_of(engine)["verify"]
+
+
 def test_preempted_requests_and_cached_prefixes_go_on_with_rounds(base, monkeypatch):
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
     queue = {"capacity_scheduler_policy": "MAX_UTILIZATION"}

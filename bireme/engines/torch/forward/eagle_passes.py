@@ -188,7 +188,7 @@ class EaglePasses:
 
     def compare(self, rounds: EagleRounds, places: TappedPlaces, length: int) -> None:
         """Compare a round of `length` tokens with passes of these. Nobody has a block yet. Raises RuntimeError."""
-        count, size = _COMPARED, self._store.tokens_per_block
+        count, size = min(_COMPARED, rounds.most_rows), self._store.tokens_per_block
         table = BlockTable([list(range(1, 2 + (count + length) // size))], [], [], b"", 0, "", "")
         request = EngineRequest(prompt=b"", sampling=SamplingParams())
         tokens = [at % self.vocab_size for at in range(7, 7 + count)]
