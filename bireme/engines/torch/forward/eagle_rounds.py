@@ -221,19 +221,20 @@ class EagleRounds:
 
         What is seen at the furthest places is cut into parts once. Of less than that a last tile is masked.
         """
-        count, num_kv = len(slots), self._head.shape.num_kv_heads
-        at: Ints = np.zeros((2, len(told.ends)), dtype=np.int32)
+        count, size, num_kv = len(slots), len(told.ends), self._head.shape.num_kv_heads
+        at: Ints = np.zeros((2, size), dtype=np.int32)
         at[0], at[0, :count], at[1, :count] = self._spare, slots, places + mosts - 1
         parts = cut_into_parts(at[0], at[1], told.parts.shape[1], most_parts(num_kv), 0, self._tile)
-        row = parts[:, 0]
-        for number in range(passes):
-            is_on = mosts > number
-            at[0], at[0, :count] = self._spare, np.where(is_on, slots, self._spare)
-            at[1, :count] = np.where(is_on, places + number, 0)
-            told.parts[number] = parts
-            told.parts[number, :, 1], told.parts[number, :, 2] = at[0, row], at[1, row]
-            told.drawn[number, :, 0], told.drawn[number, :, 1] = at[0], 0
-            told.drawn[number, :count, 1] = np.where(is_on, drawn + number, 0)
+        numbers = np.arange(passes, dtype=np.int32)[:, None]
+        is_on = mosts > numbers
+        drawing: Ints = np.zeros((3, passes, size), dtype=np.int32)  # slots, places, and of the tokens before
+        drawing[0] = self._spare
+        drawing[0, :, :count] = np.where(is_on, slots, self._spare)
+        drawing[1, :, :count] = np.where(is_on, places + numbers, 0)
+        drawing[2, :, :count] = np.where(is_on, drawn + numbers, 0)
+        told.parts[:passes] = parts
+        told.parts[:passes, :, 1:3] = drawing[:2, :, parts[:, 0]].transpose(1, 2, 0)
+        told.drawn[:passes] = drawing[::2].transpose(1, 2, 0)
 
     def compute(self, size: int, passes: int) -> Tensor:
         """A round as it is told; returns the logits of its last pass (size, v)."""

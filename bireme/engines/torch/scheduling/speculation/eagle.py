@@ -142,7 +142,8 @@ class EagleDrafter:
             follower = _follower_of(one)
             for own in places.slices(one.slot, follower.num_verified + follower.num_unseen, len(rows)):
                 follower.add(places.parts, own)
-                cells += range(own.start, own.stop)
+                if num_rows is not None:
+                    cells += range(own.start, own.stop)
         if num_rows is not None and cells:
             rows_of = [at for rows in used.values() for at in rows]
             to, index = torch.tensor([cells, rows_of], device=self._passes.device)
