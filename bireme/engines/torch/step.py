@@ -103,7 +103,7 @@ class DrawnDraft(Tokens[int]):
         return DrawnDraft(self._read, found) if isinstance(found, range) else self._read()[found]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
     """Tokens that may come next in a sequence."""
 

@@ -46,13 +46,13 @@ class DraftBudget:
         return [one for one in plan.decodes if self._has_credit(one)]
 
     def _has_credit(self, one: Sequence) -> bool:
-        drafting, said = drafting_of(one), len(one.tokens)
+        drafting, said = one.drafting or drafting_of(one), len(one.tokens)
         if drafting.num_lent_for < 0:
             drafting.num_lent_for = said
             drafting.credit = _PREDICTED if drafting.num_predicted else 0.0
-        lent = _LENT * (said - drafting.num_lent_for)
-        drafting.num_lent_for = said
-        self._add(one, lent)
+        if said > drafting.num_lent_for:
+            self._add(one, _LENT * (said - drafting.num_lent_for))
+            drafting.num_lent_for = said
         if drafting.num_predicted:
             return drafting.credit > 0
         return self._purse > 0 and drafting.credit + _OWED * self._purse > 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
+from operator import itemgetter
 from typing import Protocol
 
 from bireme.engines.torch.scheduling.speculation.budget import DraftBudget
@@ -22,6 +23,7 @@ from bireme.engines.torch.scheduling.step_costs import StepCosts, StepWork
 from bireme.engines.torch.step import Drafting, DraftOffer, SchedulerOutput, Sequence
 
 _Hope = tuple[float, int, Sequence]
+_of_hope = itemgetter(0)  # a sequence's own places stay in their order
 
 _GAIN = 1.05  # in tokens a second, for which drafts begin: estimates err
 _KEPT_GAIN = 1.01  # for which they go on
@@ -141,7 +143,7 @@ class MeasuredLengths:
         if self._is_untried(plan, hopes, len(offers)):
             self._pays, self._num_left_out = False, 0
             return {sequence: offer.num_tokens for sequence, offer in offers.items()}
-        hopes.sort(key=lambda one: (-one[0], one[1]))
+        hopes.sort(key=_of_hope, reverse=True)
         count = self._most_that_pay(plan, hopes)
         self._pays = count > 0
         if not count:
@@ -169,7 +171,7 @@ class MeasuredLengths:
             found = sequence.drafting.found if sequence.drafting is not None else 1.0
             rate = max(self.rate(sequence, kind) for kind in range(len(self._of_all)))
             hopes += _hopes(sequence, rate, count, found)
-        return sorted(hopes, key=lambda one: (-one[0], one[1]))
+        return sorted(hopes, key=_of_hope, reverse=True)
 
     def _is_to_look(self) -> bool:
         """Return whether so many steps have gone by that nobody expected anything of."""
