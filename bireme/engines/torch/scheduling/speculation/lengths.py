@@ -13,6 +13,7 @@ before anything is believed of it: some steps without drafts, then some with who
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping
 from operator import itemgetter
 from typing import Protocol
@@ -39,6 +40,7 @@ _LOOK_EVERY_MOST = 256  # the same, twice as many each time that they still do n
 _DECIDED = 8  # steps at the most, for which lengths are decided: that takes the host a while
 _IN_A_ROW = 4  # decisions of one step each, before
 _KNOWN = 2  # steps of a size, of which one may have been an exception
+_TRIES = 4  # of a size, that a step may turn out to have no room for
 
 
 class DraftLengths(Protocol):
@@ -115,6 +117,7 @@ class MeasuredLengths:
         self._look_every = _LOOK_EVERY
         self._pays = False  # as it was found last
         self._decision = _Decision()
+        self._tried: Counter[tuple[int, int]] = Counter()  # whole steps of a size
 
     @property
     def is_open(self) -> bool:
@@ -141,6 +144,7 @@ class MeasuredLengths:
         for sequence, offer in offers.items():
             hopes += _hopes(sequence, self.rate(sequence, offer.kind), offer.num_tokens)
         if self._is_untried(plan, hopes, len(offers)):
+            self._tried[_size_of(plan, hopes)] += 1
             self._pays, self._num_left_out = False, 0
             return {sequence: offer.num_tokens for sequence, offer in offers.items()}
         hopes.sort(key=_of_hope, reverse=True)
@@ -195,7 +199,8 @@ class MeasuredLengths:
             return False
         work = StepWork.of(plan).with_rows(len(hopes))  # read once
         is_bounded = bool(self._most_s) and self._budget.verify_s(work) > self._most_s
-        return self._verifying.num_alike(work) < _KNOWN and not is_bounded
+        is_known = self._verifying.num_alike(work) >= _KNOWN or self._tried[_size_of(plan, hopes)] >= _TRIES
+        return not is_known and not is_bounded
 
     def _most_that_pay(self, plan: SchedulerOutput, hopes: list[_Hope]) -> int:
         work = StepWork.of(plan)
@@ -244,6 +249,12 @@ class MeasuredLengths:
         assert isinstance(drafting, Drafting)
         accepted, tried = drafting.trials.get(kind, (0.0, 0.0))
         drafting.trials[kind] = accepted * _FADES + num_accepted, tried * _FADES + trials
+
+
+def _size_of(plan: SchedulerOutput, hopes: Collection[_Hope]) -> tuple[int, int]:
+    """Return about how many rows and tokens of context there are, by powers of two."""
+    work = StepWork.of(plan)
+    return (work.decode_rows + len(hopes)).bit_length(), work.context_tokens.bit_length()
 
 
 class _Decision:
