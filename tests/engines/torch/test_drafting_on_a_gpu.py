@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import islice
 from random import Random
 
 import pytest
@@ -38,7 +37,6 @@ class Gpu:
     acceptance: float
     slow: dict[int, float] = field(default_factory=dict)  # seconds more of the rounds of these numbers, on the host
     slow_steps: dict[int, float] = field(default_factory=dict)  # of the steps with drafts
-    most_rows: int = 1 << 20
     now: float = 0.0
     num_verified: int = 0
     seen: Counter = field(default_factory=Counter)  # steps by rows of drafts
@@ -68,7 +66,6 @@ class Gpu:
         chosen = {}
         if not self.is_ahead and (due := self.lengths.due(plan)):
             chosen = self.lengths.choose(plan, {one: DraftOffer(LENGTH) for one in due})
-            chosen = dict(islice(chosen.items(), (self.most_rows - len(plan.decodes)) // LENGTH))
             self.draft(plan, due, chosen)
         work, host_s = StepWork.of(plan, is_read_once=True), 0.0 if self.is_ahead else HOST_S
         took = host_s + self.seconds(plan)
@@ -164,6 +161,9 @@ def test_while_streams_come_and_go_drafts_pay_or_are_left(acceptance, least):
 
 
 def test_whole_drafts_that_no_step_has_room_for_are_not_tried_for_ever():
-    gpu = Gpu(0.1, most_rows=96)
-    gpu.run(streams_of(64), 100)
-    assert 100 - gpu.seen[0] <= 8
+    gpu, plan = Gpu(0.1), SchedulerOutput(decodes=streams_of(8))
+    gpu.costs.landed([StepWork.of(plan)] * 4, 4 * gpu.seconds(plan))
+    for one in plan.decodes * 8:
+        gpu.lengths.learn(one, 0, LENGTH, 0)
+    offers = {one: DraftOffer(LENGTH) for one in plan.decodes}
+    assert [bool(gpu.lengths.choose(plan, offers)) for _ in range(12)] == [True] * 4 + [False] * 8
