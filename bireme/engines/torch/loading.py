@@ -13,6 +13,7 @@ import torch
 from bireme.engines.base import EngineContext, RequestKey
 from bireme.engines.torch.forward.eagle_passes import LoadedHead, load_head
 from bireme.engines.torch.forward.forward import Forward
+from bireme.engines.torch.forward.library_loading import LoadedLibraries
 from bireme.engines.torch.forward.loaded_draft import LoadedDraft, load_draft
 from bireme.engines.torch.forward.opening import (
     StepModel,
@@ -80,10 +81,14 @@ class LoadedEngine:
         setup = settle(context, post, choose_form)
         check_kv(setup)
         phases.end("checkpoint")
+        libraries = LoadedLibraries(setup.device)
         self.weights = _load_weights(setup)
+        if not setup.findings.are_there:
+            libraries.wait()  # the probe makes products: a second handle of cuBLAS would take memory of its own
         phases.end("weights")
         pictures = open_pictures(setup, self.weights.model)
         model = open_model(setup, pictures.language_model, pictures.store is not None, pictures.merge_size > 0)
+        libraries.wait()  # before there are graphs: nothing else may happen while one is made
         phases.end("probe")
         draft = load_draft(setup, model) or load_head(setup, model)
         phases.end("draft")

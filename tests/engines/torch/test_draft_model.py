@@ -162,6 +162,7 @@ def test_decode_drafts_what_prefill_sent_without_a_draft_model_there(tiny, near)
         pair.assert_nothing_is_held()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pools there are cut from what the GPU has")
 def test_pools_of_the_draft_model_are_counted(tiny):
     without, with_draft = 0, 0
     settings = {"max_seq_len": 512, "max_batch_size": 256, "max_num_tokens": 256, "tokens_per_block": 512}

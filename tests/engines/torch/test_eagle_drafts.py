@@ -137,6 +137,7 @@ def test_sampled_streams_that_moved_or_share_a_prefix_say_the_same(base):
         assert speculation.is_on and sum(one.finish.usage.drafted_tokens for one in engine.results.values()) > 200
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="steps are started there and not computed by forward.run")
 def test_a_step_that_loses_its_largest_request_for_memory_is_seen_as_far_as_it_was_computed(base, monkeypatch):
     model, head = base
     with Harness(model, **(SETTINGS | {"max_num_tokens": 256}), **drafting(head)) as engine:

@@ -46,6 +46,11 @@ class Findings:
         if path is not None:
             self._read(path)
 
+    @property
+    def are_there(self) -> bool:
+        """An earlier life has found them."""
+        return bool(self._header.geometry)
+
     def geometry(self, find: Callable[[], list[LayerGeometry]]) -> list[LayerGeometry]:
         """Return each layer's."""
         if not self._header.geometry:
