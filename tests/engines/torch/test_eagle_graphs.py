@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
 from bireme.engines.torch import kernels
+from bireme.engines.torch.forward.eagle_rounds import _graphs_of
+from bireme.engines.torch.forward.sized_graphs import MOST_MISSES
 from bireme.engines.torch.weights.eagle_bytes import KEPT_BYTES, EagleWidths, gpu_bytes, places_of
 from bireme.settings import SpeculativeConfig
 from tests.engines.torch import tiny_models
@@ -173,6 +175,21 @@ def test_an_engine_of_one_sequence_at_a_time_has_rounds(base, monkeypatch):
     with open_engine(base, max_batch_size=1) as engine:
         assert engine.core._parts.forward.rounds is not None
         assert answered(engine, ASKED[1:2])[1] and steps_of(engine)["verify"]
+
+
+def test_what_a_round_takes_whose_graph_is_still_to_be_made_is_no_price_of_later_ones(base, monkeypatch):
+    """Else an engine that is never idle would find that drafts don't pay, and never make it."""
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    with open_engine(base, max_batch_size=1) as engine:
+        rounds, costs = engine.core._parts.forward.rounds, engine.core._parts.speculation.drafter.costs
+        rounds._graphs = [_graphs_of(each, rounds._sizes) for each in rounds._passes]
+        (size,) = rounds._sizes
+        engine.run(ASKED[1:2])
+        assert costs.at_once.num_landed == 0
+        for graphs in rounds._graphs:
+            graphs._misses[size] = MOST_MISSES - 1  # the next one makes it, or finds that it can't
+        engine.run(ASKED[1:2])
+        assert costs.at_once.num_landed > 0
 
 
 def test_preempted_requests_and_cached_prefixes_go_on_with_rounds(base, monkeypatch):

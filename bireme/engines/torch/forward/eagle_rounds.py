@@ -130,6 +130,7 @@ class EagleRounds:
         self._host = torch.zeros(self.told.shape, dtype=torch.int32, pin_memory=pinned)
         self._heard = torch.zeros(self._tokens.shape, dtype=torch.int32, pin_memory=pinned)
         self._last_round = _Round(self._heard, None)
+        self.is_as_later = False  # the last one was launched as those to come will be, not for want of a graph yet
         self._tables = ResidentTables(self)
         self._passes = [_RoundOf(self, count) for count in range(1, self._length + 1)]
         sizes = self._sizes if has_graphs else []
@@ -156,8 +157,10 @@ class EagleRounds:
         self._tell(self._views(self._host.numpy(), size), asked, passes)
         length = self._ends(size)[-1]
         self.told[:length].copy_(self._host[:length], non_blocking=True)
+        graphs = self._graphs[passes - 1]
+        self.is_as_later = size not in graphs.to_make
         with torch.inference_mode():
-            if (graph := self._graphs[passes - 1].made.get(size)) is not None:
+            if (graph := graphs.made.get(size)) is not None:
                 graph.replay()
             else:
                 self.compute(size, passes)
