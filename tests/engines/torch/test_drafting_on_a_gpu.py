@@ -85,8 +85,7 @@ class Gpu:
             drafts = self.drafter.propose(chosen)
             plan.drafts = {one: draft.tokens for one, draft in drafts.items()}
             self.right = {one: draft.num_right for one, draft in drafts.items()}
-            contexts = sum(one.computed for one in chosen)
-            self.passes.at_once.landed([StepWork(len(chosen), 0, contexts)], seconds)
+            self.passes.launched(len(chosen), seconds)
         self.lengths.paid(plan, chosen or due, seconds)
         self.now += seconds
 
@@ -123,6 +122,14 @@ def test_one_that_took_far_too_long_is_forgotten_within_some_steps(batch, what):
     gpu.seen.clear()
     gpu.run(streams, 60)
     assert gpu.drafted > 0.8 * 60 * batch * LENGTH
+
+
+def test_the_first_launches_of_rounds_tell_what_later_ones_take_whatever_a_head_has_seen():
+    passes = PassCosts(torch.device("cpu"), True)
+    for _ in range(2):
+        passes.launched(1, 4e-4)
+    of_long = [StepWork(1, 0, context) for context in (9000, 9001, 9002)]
+    assert passes.before_s(of_long) == pytest.approx(4e-4) == passes.before_s([StepWork(1, 0, 3)])
 
 
 def test_several_that_took_far_too_long_are_measured_again_in_time():

@@ -21,7 +21,7 @@ class PassCosts(StepCosts):
     def __init__(self, device: torch.device, has_rounds: bool = False) -> None:
         """`has_rounds`: all passes for a step's drafts are one launch, which nobody waits for."""
         super().__init__()
-        self.at_once = StepCosts() if has_rounds else None  # of launches, by the first pass: what the host takes
+        self.at_once = StepCosts() if has_rounds else None  # of launches, by sequences alone: what the host takes
         # Who waits for a GPU takes no CPU; on a busy machine the clock goes on while others have the CPU.
         self.now = time.monotonic if device.type == "cuda" else time.thread_time
         self.begin()
@@ -39,11 +39,18 @@ class PassCosts(StepCosts):
         if work.prefill_tokens > _LONG:
             self.catch_up_s += self.about_s(work)
 
+    def launched(self, num_sequences: int, seconds: float) -> None:
+        """All passes for the drafts of so many sequences were one launch, which took the host so long."""
+        assert self.at_once is not None
+        self.at_once.landed([StepWork(num_sequences, 0, 0)], seconds)
+
     def before_s(self, works: Works[StepWork]) -> float:
         """Return what a step waits for, before which there are these passes, one for each place of drafts."""
         if self.at_once is None:
             return sum(map(self.about_s, works))
-        return self.at_once.about_s(works[0]) if works and self.at_once.num_landed else 0.0
+        if not works or not self.at_once.num_landed:
+            return 0.0
+        return self.at_once.about_s(StepWork(works[0].decode_rows, 0, 0))
 
 
 class Drafter(Protocol):

@@ -232,9 +232,8 @@ class EagleDrafter:
             self._begin(one, follower, most[one])
             follower.row.go_to(one.num_output)
         drafted = rounds.draft([(follower, most[one]) for one, follower in followers.items()])
-        work = StepWork(len(followers), 0, sum(follower.own.computed for follower in followers.values()))
         if self.costs.at_once is not None and rounds.is_as_later:
-            self.costs.at_once.landed([work], self.costs.now() - began)
+            self.costs.launched(len(followers), self.costs.now() - began)
         for follower in followers.values():
             follower.own.computed += follower.num_unseen
             self._seen(follower)
