@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "benchmarks/engine_cpu.py": ("--cases", "1x8", "--steps", "2", "--threads", "1"),
     "benchmarks/first_requests_gpu.py": ("--shape", "tiny", "--quick"),
     "benchmarks/step_shares_gpu.py": ("--shape", "tiny", "--quick"),
+    "benchmarks/step_table_gpu.py": ("{folder}/step_times.json", "--shape", "tiny", "--quick"),
     "benchmarks/engine_gpu.py": ("--shape", "tiny-experts", "--quick"),
     "benchmarks/engine_soak.py": ("--shape", "tiny", "--quick", "--requests", "50"),
     "benchmarks/quantized_cpu.py": ("--quick",),

@@ -65,7 +65,8 @@ def test_a_tool_or_trainer_runs(run, program):
         "benchmarks/quantized_cpu.py", "benchmarks/quantized_gpu.py", "benchmarks/router.py", "benchmarks/routing.py",
         "benchmarks/speculation_cpu.py", "benchmarks/speculation_gpu.py",
         "benchmarks/routing_grid.py",
-        "benchmarks/step_shares_gpu.py", "benchmarks/transfer.py", "benchmarks/transfer_gpu.py",
+        "benchmarks/step_shares_gpu.py", "benchmarks/step_table_gpu.py",
+        "benchmarks/transfer.py", "benchmarks/transfer_gpu.py",
         "benchmarks/memory_estimate.py", "benchmarks/perplexity.py",
     ],
 )  # fmt: skip
