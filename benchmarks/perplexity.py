@@ -39,6 +39,7 @@ from torch import Tensor  # noqa: E402
 
 from bireme.engines.torch.forward import modules  # noqa: E402
 from bireme.engines.torch.forward.attention import Extras, attend  # noqa: E402
+from bireme.engines.torch.forward.quantized_linear import round_rows  # noqa: E402
 from bireme.engines.torch.storage import (  # noqa: E402
     E4M3,
     LARGEST,
@@ -74,6 +75,7 @@ class Rounding(enum.StrEnum):
 class Case:
     weights: StoredAs | None = None
     rows: WeightForm | None = None  # how activations are rounded
+    is_kept: bool = False  # weights stay in the file's blocks on a CPU: rows of x are rounded to 8 bits
     is_kv: bool = False  # keys and values are E4M3, scales of 1.0
     rounding: Rounding = Rounding.ALONE  # of weights; the others' from what the model sees in other windows
     only: tuple[str, ...] = ALL  # projections
@@ -92,6 +94,7 @@ CASES = {
     "FP8 (a scale a projection)": Case(StoredAs("FP8"), PER_ROW),
     "FP8 KV": Case(is_kv=True),
     "FP8_PER_CHANNEL_PER_TOKEN and FP8 KV": Case(CHANNEL, PER_ROW, is_kv=True, most=0.015),
+    "4 bits as the file has them, on a CPU": Case(is_kept=True, has_head=True, most=0.03),
     "4 bits in groups of 32, rounded alone": Case(SMALL),
     "4 bits in groups of 32 by GPTQ, large inputs first": Case(SMALL, rounding=Rounding.GPTQ_STATIC, most=0.03),
 }
@@ -142,6 +145,7 @@ class Product(torch.nn.Module):  # type: ignore[misc]
         self.own, self._bias = linear.weight.detach().bfloat16().float(), linear.bias  # a checkpoint's of bfloat16
         self.weight, self.inputs = self.own, linear.in_features
         self._rows: WeightForm | None = None
+        self._is_kept = False
         self.seen: Seen | None = None  # of the first of those that share inputs
 
     def follow(self, case: Case, num_layers: int) -> bool:
@@ -149,13 +153,15 @@ class Product(torch.nn.Module):  # type: ignore[misc]
         is_on = case.has_head
         if self.layer is not None:
             is_on = self.name in case.only and case.plain_ends <= self.layer < num_layers - case.plain_ends
-        self._rows = case.rows if is_on else None
+        self._rows, self._is_kept = (case.rows, case.is_kept) if is_on else (None, False)
         self.weight = self.own
         return is_on and case.weights is not None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_seeing and self.seen is not None:
             self.seen.add(x.flatten(0, -2))
+        if self._is_kept:
+            x = round_rows(x)
         if self._rows is not None:
             x = restored(*rounded(x.flatten(0, -2), self._rows)).view(x.shape)
         return F.linear(x, self.weight, self._bias)
