@@ -21,10 +21,14 @@ class Held(HostResident):
     def __init__(self, parts):
         super().__init__(parts)
         self.started = []  # of each step, whether it has drafts, and prompts
+        self.fails_with = None  # the next start
         self.is_held, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
 
     def start(self, plan, row_of, ahead=0):
+        if (error := self.fails_with) is not None:
+            self.fails_with = None
+            raise error
         flight = super().start(plan, row_of, ahead)
         read, has_drafts = flight.read, bool(plan.drafts)
         self.started.append((has_drafts, bool(plan.chunks)))
@@ -126,3 +130,41 @@ def test_blocks_of_bursts_are_offered_and_told_as_those_of_single_tokens(opened)
     assert stored(engine.engine.kv_events()) == before and result.finish.usage.accepted_tokens > 10
     again = engine.submit(request([*prompt, *answer, 7], 4, cache_salt="two"))
     assert again.finish.usage.cached_tokens == (len(prompt) + len(answer) - 1) // 4 * 4
+
+
+def test_tokens_that_were_taken_go_out_before_a_step_that_is_waited_for(opened, monkeypatch):
+    """One more of a request whose first token was among them came before it where both went out together."""
+    engine, resident = opened
+    monkeypatch.setattr(engine.core._parts.forward, "mixed", None)  # a prompt's step is waited for
+    requests = [request(FEW[0], 40), request(FEW[1][:17], 20), request(FEW[2][:30], 10)]
+    expected = [one.tokens for one in without_drafts(engine, requests)]
+    results = [engine.submit(requests[0])]
+    resident.hold()
+    results.append(engine.submit(requests[1]))  # all of its prompt but a token is cached: it is a decode
+    resident.goes_on.set()
+    resident.hold()
+    results.append(engine.submit(requests[2]))
+    resident.goes_on.set()
+    assert [one.finish.error or one.tokens for one in results] == expected
+
+
+def test_what_was_verified_is_counted_though_the_next_step_fails(opened):
+    engine, resident = opened
+    without_drafts(engine, [request(FEW[0], 40)])
+    result = engine.submit(request(FEW[0], 40))
+    counted(engine)
+    resident.hold()
+    resident.fails_with = RuntimeError("no launch")
+    resident.goes_on.set()
+    assert "no launch" in result.finish.error and result.finish.usage.drafted_tokens > 0
+    assert counted(engine)["bireme_draft_tokens_total"] == result.finish.usage.drafted_tokens
+
+
+def test_without_an_account_of_drafts_requests_are_served_without_them(opened, monkeypatch):
+    engine, _ = opened
+    (expected,) = without_drafts(engine, [request(FEW[0], 40)])
+    speculation = engine.core._parts.speculation
+    monkeypatch.setattr(speculation.lengths, "paid", lambda *_: 1 / 0)
+    result = engine.submit(request(FEW[0], 40))
+    assert result.finish.error or result.tokens == expected.tokens
+    assert not speculation.is_on

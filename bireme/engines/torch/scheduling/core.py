@@ -210,7 +210,8 @@ class EngineCore:
             self._pay()
             self._tell_landed()
         except Exception as error:
-            self._started = self._landed = None
+            self._started = None
+            self._tell_landed()  # of the step before: that one has not failed
             self._fail_step(plan, error)
         self.num_steps += 1
         self._end_turn()
@@ -262,10 +263,15 @@ class EngineCore:
         if not plan.has_tokens:
             return
         if self._parts.forward.resident_for(plan) is not None:
-            self._run_resident(plan, began)
-            return
-        self._pay()
-        self._tell_landed()
+            self._started = self._start(plan, began)
+        elif self._landed is not None:
+            self._planned = plan  # what was taken goes out first: it waits for no step, and none of a step may pass it
+        else:
+            self._pay()
+            self._run_whole(plan, began)
+
+    def _run_whole(self, plan: SchedulerOutput, began: float) -> None:
+        """Do a step and wait for it."""
         if (computed := self._compute(plan)) is not None:
             places = self._places(plan)  # of those that are left of it
             scheduled = self._recorder.scheduled(plan) if self._recorder is not None else None
@@ -390,10 +396,6 @@ class EngineCore:
         manager.commit(sequence.table, sequence.tokens, computed)
         if manager.has_windows:
             manager.slide(sequence.table, computed)
-
-    def _run_resident(self, plan: SchedulerOutput, began: float) -> None:
-        """Start a step. Where its rows need nothing from here, its tokens are read when the next has started."""
-        self._started = self._start(plan, began)
 
     def _go_on(self, started: _Started, began: float) -> None:
         self._started = None

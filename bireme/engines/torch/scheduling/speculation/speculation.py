@@ -130,15 +130,18 @@ class Speculation:
         """
         bill, self._bill = self._bill, None
         looks, self._looks = self._looks, []
-        for sequence, has_found in looks:
-            drafting_of(sequence).looked(has_found)
-        if bill is not None:
-            plan, due, seconds, once_s = bill
-            began_s = time.thread_time()
-            self.lengths.paid(plan, due, seconds + self._paying_s, once_s)
-            if self.by_cpu is not None:
-                self._paying_s = time.thread_time() - began_s
-                self._began_s += self._paying_s
+        try:
+            for sequence, has_found in looks:
+                drafting_of(sequence).looked(has_found)
+            if bill is not None:
+                plan, due, seconds, once_s = bill
+                began_s = time.thread_time()
+                self.lengths.paid(plan, due, seconds + self._paying_s, once_s)
+                if self.by_cpu is not None:
+                    self._paying_s = time.thread_time() - began_s
+                    self._began_s += self._paying_s
+        except Exception:
+            self._turn_off()
 
     def _add(self, plan: SchedulerOutput, sequence: Sequence, draft: Draft, count: int) -> None:
         plan.drafts[sequence] = draft.tokens[:count]
