@@ -295,13 +295,17 @@ def _within_error(bench: Bench, question: Question, layout: Layout, drawn: Seque
 
 def _over(speed: Range, other: Range) -> Range:
     """Return the first over the second, each wherever it may be: what one way's steps lack the other's may have."""
-    return Range(speed.low * _inverse(other.high), speed.high * _inverse(other.low))
+    return Range(_ratio(speed.low, other.high), _ratio(speed.high, other.low))
 
 
 def _ratios(speeds: Sequence[float], others: Sequence[float]) -> Range:
-    """Return the first over the second, draw by draw; 1 where neither ever holds the target."""
-    both = zip(speeds, others, strict=True)
-    return Range.of([speed * _inverse(other) if speed or other else 1.0 for speed, other in both])
+    """Return the first over the second, draw by draw."""
+    return Range.of(list(map(_ratio, speeds, others)))
+
+
+def _ratio(speed: float, other: float) -> float:
+    """Return the first over the second; 1 where neither ever holds the target."""
+    return speed * _inverse(other) if speed or other else 1.0
 
 
 def _verdict(pair: Mapping[Way, LayoutFigures], ratios: Range) -> tuple[Way, Reason]:

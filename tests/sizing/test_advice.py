@@ -1,5 +1,6 @@
 """Advice: searches on known figures, loads, ranges, constants, and recipes that are written to."""
 
+import math
 import shutil
 from dataclasses import replace
 
@@ -140,6 +141,17 @@ def test_what_lies_within_the_error_of_the_step_times_is_too_close_to_call(times
     found = choose(KnownBench(apart_is(times)), replace(QUESTION, speed=speed), 6, 6, draws=2, error=0.1)
     assert (found.reason, found.is_apart) == (reason, is_apart) and found.best.is_held
     assert (found.ratio.low <= 1 <= found.ratio.high) == (reason in (Reason.CLOSE, Reason.EQUAL))
+
+
+def test_where_slower_steps_would_lose_the_target_at_any_rate_it_is_too_close_to_call():
+    class Edge(KnownBench):
+        def run(self, settings, layout, question):
+            is_held = layout.way == "apart" and question.step_factor <= 1 and question.speed < 5
+            return LayoutFigures(layout, question.speed, 1, 1, 1, 1, 1, float(is_held), 1, is_held)
+
+    found = choose(Edge(apart_is(1.0)), QUESTION, 6, 6, error=0.1)
+    assert found.reason is Reason.CLOSE and found.is_apart
+    assert found.rates["apart"].low == 0 == found.rates["aggregated"].high and found.ratio == Range(1, math.inf)
 
 
 def test_each_question_is_simulated_once_and_neighbors_are_other_questions():
