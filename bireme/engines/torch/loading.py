@@ -81,14 +81,13 @@ class LoadedEngine:
         setup = settle(context, post, choose_form)
         check_kv(setup)
         phases.end("checkpoint")
-        libraries = LoadedLibraries(setup.device)
-        self.weights = _load_weights(setup)
-        if not setup.findings.are_there:
-            libraries.wait()  # the probe makes products: a second handle of cuBLAS would take memory of its own
-        phases.end("weights")
-        pictures = open_pictures(setup, self.weights.model)
-        model = open_model(setup, pictures.language_model, pictures.store is not None, pictures.merge_size > 0)
-        libraries.wait()  # before there are graphs: nothing else may happen while one is made
+        with LoadedLibraries(setup.device) as libraries:  # until there are graphs: nothing may happen while one is made
+            self.weights = _load_weights(setup)
+            if not setup.findings.are_there:
+                libraries.wait()  # the probe makes products: a second handle of cuBLAS would take memory of its own
+            phases.end("weights")
+            pictures = open_pictures(setup, self.weights.model)
+            model = open_model(setup, pictures.language_model, pictures.store is not None, pictures.merge_size > 0)
         phases.end("probe")
         draft = load_draft(setup, model) or load_head(setup, model)
         phases.end("draft")

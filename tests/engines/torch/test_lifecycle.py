@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bireme.canary_mark import new_mark
-from bireme.errors import RequestError, ResourceExhaustedError, UnavailableError
+from bireme.engines.torch.forward import library_loading
+from bireme.errors import ConfigError, RequestError, ResourceExhaustedError, UnavailableError
 from bireme.kv.blocks.events import BlocksRemoved
 from bireme.kv.blocks.hashing import sequence_hashes
 from bireme.messages import ProcessorCall
@@ -315,6 +316,15 @@ def test_a_broken_loop_ends_the_process_even_where_requests_cannot_be_ended(engi
     engine.submit(request(PROMPTS[1]))
     engine.engine._thread.join(10)
     assert engine.died == [70]
+
+
+def test_a_start_that_fails_waits_for_the_thread_that_is_in_cuda_s_libraries(monkeypatch):
+    """The exit status says whose fault it is; a process that crashes as it exits has another one."""
+    ended = []
+    monkeypatch.setattr(library_loading, "_call", lambda device: (time.sleep(0.05), ended.append(device)))
+    with pytest.raises(ConfigError), library_loading.LoadedLibraries(torch.device("cuda")):
+        raise ConfigError("no such model")
+    assert ended
 
 
 def test_progress_counts_steps_and_requests(engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from typing import Self
 
 import torch
 
@@ -12,7 +13,8 @@ class LoadedLibraries:
     """Has a thread make small calls of what each step uses of torch: products, copies, norms.
 
     Each loads code of its own when it is first called, 0.2 s together, in which no other thread of Python has to wait.
-    The thread's handle of cuBLAS goes to whoever makes the next product.
+    The thread's handle of cuBLAS goes to whoever makes the next product. A `with` statement ends when the thread has,
+    also where the start fails in it: a process that exits with a thread in CUDA's libraries may crash in place of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,6 +22,12 @@ class LoadedLibraries:
         if device.type == "cuda":
             self._thread = threading.Thread(target=_call, args=(device,), name="libraries", daemon=True)
             self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
 
     def wait(self) -> None:
         if self._thread is not None:
