@@ -109,6 +109,13 @@ def test_nothing_keeps_the_weights_that_were_rounded(path):
     assert large == []
 
 
+def test_a_first_token_whose_embedding_is_zero_is_no_reason_against_a_start(path):
+    model = read_model(stored_as(open_checkpoint(path), StoredAs("FP8")), "float32", CPU)
+    model.model.embed_tokens.weight.data[0] = 0
+    model.layers = model.model.layers
+    warmup.check_layers(fuse(model, 64), model)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "algo", "is_usable", "reason"),
     [
