@@ -250,3 +250,6 @@ def test_modelopts_own_file_says_what_the_configuration_does_not(written, tmp_pa
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     with pytest.raises(ConfigError, match="modelopt NVFP4"):
         open_checkpoint(path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": ["FP8"]}))
+    with pytest.raises(ConfigError, match="hf_quant_config.json: quantization is list; a JSON object is expected"):
+        open_checkpoint(path)

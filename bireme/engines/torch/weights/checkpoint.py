@@ -293,7 +293,10 @@ def _take_quantization(folder: Path, config: Any) -> dict[str, Any] | None:
         own = vars(part).pop("quantization_config", None)
         told = own if own is not None else told
     if told is None and (folder / _MODELOPT).exists():
-        told = {"quant_method": "modelopt"} | (_read_json(folder / _MODELOPT).get("quantization") or {})
+        own = _read_json(folder / _MODELOPT).get("quantization") or {}
+        if not isinstance(own, dict):
+            raise ConfigError(f"{_MODELOPT}: quantization is {type(own).__name__}; a JSON object is expected")
+        told = {"quant_method": "modelopt"} | own
     if told is not None and not isinstance(told, dict):
         raise ConfigError(f"config.json: quantization_config is {type(told).__name__}; a JSON object is expected")
     return told
