@@ -59,6 +59,8 @@ class QuantConfig(Settings, frozen=True, kw_only=True):
     # or what load_format dummy makes. NO_QUANT: a quantized checkpoint is dequantized to the engine's `dtype`. None:
     # weights stay as the checkpoint has them where there are products with them, whatever the `dtype`
     quant_algo: Annotated[str | None, Engines(torch=_FEW_BITS, mocker=HARMLESS)] = None
+    # Modules whose projections stay plain where quant_algo has a plain checkpoint's rounded: names with * for anything
+    exclude_modules: Annotated[tuple[str, ...], Engines(mocker=HARMLESS)] = ()
 
 
 NGRAM = "NGram"

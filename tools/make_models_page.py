@@ -40,6 +40,8 @@ FORMS = {  # what a form of the tables is proved by
     "quantized by the methods' own libraries": TESTS
     + "test_quantized_libraries.py::test_weights_and_tokens_are_those_of_transformers_own_dequantized_model",
     "experts that stay MXFP4": TESTS + "test_kept_experts.py",
+    "partly quantized": TESTS
+    + "test_quantized_libraries.py::test_what_a_list_leaves_plain_is_plain_beside_what_stays_as_it_is",
     "quantized, apart, after migration, reuse and preemption": TESTS + "test_equality_of_layouts.py",
     "groups of 4 bits that stay on a CPU": TESTS + "test_kept_integers.py",
     "GGUF": TESTS + "test_gguf.py",
@@ -77,7 +79,7 @@ QUANTIZED = """\
 
 Each is served on GPUs and CPUs, for every class above that was trained or converted so. Forms that there are \
 products with [stay as they are](tuning.md#weights-in-8-and-4-bits); all others are dequantized as they are loaded. \
-Another method is refused by its name.
+Projections that a checkpoint has plain stay so beside quantized ones. Another method is refused by its name.
 
 | quantization_config.quant_method | what it stores | written by |
 |---|---|---|

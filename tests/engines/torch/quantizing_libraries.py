@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,34 @@ import torch
 from safetensors.torch import save_file
 
 from tests.engines.torch import tiny_models
-from tests.engines.torch.quantized_checkpoints import LAYOUTS, write
+from tests.engines.torch.quantized_checkpoints import LAYOUTS, Layout, write
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
 # transformers takes the size of a block from the number of scales, so that blocks of 48 x 32 must divide all weights.
 WHOLE_BLOCKS = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
 
 
-def written(layout: str, kind: str = "llama", **sizes: Any) -> Callable[[Path], tuple[str, Any]]:
+def written(layout: Layout, kind: str = "llama", **sizes: Any) -> Callable[[Path], tuple[str, Any]]:
     """Of a layout that no library writes on a CPU, and that transformers reads."""
 
     def make(folder: Path) -> tuple[str, Any]:
         from transformers import FineGrainedFP8Config, Mxfp4Config
 
-        told = LAYOUTS[layout].config
-        path, _ = write(folder, LAYOUTS[layout], kind, **sizes)
+        told = layout.config
+        path, _ = write(folder, layout, kind, **sizes)
         if told["quant_method"] == "mxfp4":
             return path, Mxfp4Config(dequantize=True)
-        return path, FineGrainedFP8Config(weight_block_size=told["weight_block_size"], dequantize=True)
+        given = {key: told.get(key) for key in ("weight_block_size", "modules_to_not_convert")}
+        return path, FineGrainedFP8Config(**given, dequantize=True)
 
     return make
 
 
-def compressed(kind: str = "llama", **weights: Any) -> Callable[[Path], tuple[str, Any]]:
-    """By compressed-tensors, as llm-compressor does it: scales of the weights' extremes, then compressed."""
+def compressed(kind: str = "llama", ignore: str = "lm_head", **weights: Any) -> Callable[[Path], tuple[str, Any]]:
+    """By compressed-tensors, as llm-compressor does it: scales of the weights' extremes, then compressed.
+
+    `ignore`: modules that stay plain beside the head.
+    """
 
     def make(folder: Path) -> tuple[str, Any]:
         from compressed_tensors.compressors import ModelCompressor
@@ -48,7 +53,9 @@ def compressed(kind: str = "llama", **weights: Any) -> Callable[[Path], tuple[st
 
         model = tiny_models.build(kind, **(tiny_models.SETTINGS[kind] | SIZES))
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-        apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+        apply_quantization_config(
+            model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head", ignore])
+        )
         for module in model.modules():
             own = getattr(module, "quantization_scheme", None)
             if own is None or own.weights is None:
@@ -97,15 +104,26 @@ def _pieces(weight: torch.Tensor, arguments: Any) -> torch.Tensor:
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 INTEGER = {"type": "int", "symmetric": True}
 ZEROS = {"type": "int", "symmetric": False}
+ATTENTION = "re:.*self_attn.*"
+MLPS = replace(
+    LAYOUTS["fp8 whole"],
+    config=LAYOUTS["fp8 whole"].config | {"modules_to_not_convert": ["self_attn", "lm_head"]},
+    chooses=lambda name: "mlp" in name and "proj" in name,
+)
 CASES: dict[str, Callable[[Path], tuple[str, Any]]] = {
-    "fp8 in blocks": written("fp8 in blocks", **WHOLE_BLOCKS),
-    "fp8 whole": written("fp8 whole"),
-    "mxfp4": written("mxfp4", "gpt_oss"),
+    "fp8 in blocks": written(LAYOUTS["fp8 in blocks"], **WHOLE_BLOCKS),
+    "fp8 whole": written(LAYOUTS["fp8 whole"]),
+    "fp8 whole, attention plain": written(MLPS, **SIZES),
+    "mxfp4": written(LAYOUTS["mxfp4"], "gpt_oss"),
     "compressed fp8, tensor": compressed(**FLOAT, strategy="tensor"),
     "compressed fp8, channel": compressed(**FLOAT, strategy="channel"),
+    "compressed fp8, channel, attention plain": compressed(**FLOAT, strategy="channel", ignore=ATTENTION),
     "compressed fp8, block": compressed(**FLOAT, strategy="block", block_structure=[16, 32]),
     "compressed int4, groups": compressed(**INTEGER, num_bits=4, strategy="group", group_size=32),
     "compressed int4, groups and zeros": compressed(**ZEROS, num_bits=4, strategy="group", group_size=32),
+    "compressed int4, groups, attention plain": compressed(
+        **INTEGER, num_bits=4, strategy="group", group_size=32, ignore=ATTENTION
+    ),
     "compressed int4, channel": compressed(**INTEGER, num_bits=4, strategy="channel"),
     "compressed int8, channel": compressed(**INTEGER, num_bits=8, strategy="channel"),
     "compressed int8, tensor": compressed(**INTEGER, num_bits=8, strategy="tensor"),

@@ -6,6 +6,8 @@ All of it on a GPU where there is one. Elsewhere kernels run in Triton's interpr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,8 +73,11 @@ def test_groups_of_4_bits_that_stay_on_a_cpu_say_the_same_everywhere(tmp_path, l
         assert_equal_everywhere(pair, prompts, 12)
 
 
+ROWS = LAYOUTS["compressed fp8, channel"]
+PARTLY = {"compressed fp8, attention plain": replace(ROWS, chooses=lambda name: "mlp." in name)}
 KEPT = {
     "compressed fp8, channel": (WeightForm.FP8_CHANNEL, "llama", SMALL),
+    "compressed fp8, attention plain": (WeightForm.FP8_CHANNEL, "llama", SMALL | {"num_hidden_layers": 2}),
     "awq": (WeightForm.INT4_GROUPS, "llama", SMALL | {"hidden_size": 64, "head_dim": 32}),
     "mxfp4": (WeightForm.MXFP4, "gpt_oss", SMALL_GPT_OSS),
 }
@@ -87,7 +92,7 @@ def test_what_stays_on_a_gpu_says_the_same_everywhere(tmp_path, monkeypatch, lay
     form, kind, changes = KEPT[layout]
     if form is WeightForm.FP8_CHANNEL and torch.cuda.is_available():
         pytest.skip("float32 keeps no 8-bit floats on a GPU")
-    path, _ = write(tmp_path, LAYOUTS[layout], kind, **changes)
+    path, _ = write(tmp_path, PARTLY.get(layout) or LAYOUTS[layout], kind, **changes)
     sizes = {"max_seq_len": 24, "max_batch_size": 2, "max_num_tokens": 7, "max_tokens": 4 * 6}
     with Pair(path, 4, 4, **sizes, **PREEMPTING) as pair:
         forward = pair.decode.core._parts.forward

@@ -10,8 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bireme.config import QuantConfig
+from bireme.config import EngineConfig, QuantConfig
+from bireme.engines.torch import kernels
+from bireme.engines.torch.forward.weight_form import choose_form
+from bireme.engines.torch.storage import WeightForm
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model
+from bireme.engines.torch.weights.stored_linear import StoredLinear
 from tests.engines.torch import tiny_models
 from tests.engines.torch.quantizing_libraries import CASES, MODULES
 from tests.engines.torch.torch_harness import Harness, make_prompts, request
@@ -53,3 +57,38 @@ def test_weights_and_tokens_are_those_of_transformers_own_dequantized_model(quan
     plain = QuantConfig(quant_algo="NO_QUANT")
     with Harness(path, max_num_tokens=24, tokens_per_block=8, quant_config=plain) as engine:
         assert engine.run([request(prompt, 16) for prompt in PROMPTS]) == answers
+
+
+PARTLY = [case for case in CASES if case.endswith("attention plain")]
+
+
+@pytest.fixture
+def usable(monkeypatch):
+    pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+
+
+@pytest.mark.usefixtures("usable")
+@pytest.mark.parametrize("case", PARTLY)
+def test_what_a_list_leaves_plain_is_plain_beside_what_stays_as_it_is(quantized, case):
+    path, expected = str(quantized(case) / "quantized"), load_file(quantized(case) / "expected.safetensors")
+    cpu = torch.device("cpu")
+    model = read_model(choose_form(open_checkpoint(path), EngineConfig(), cpu), "float32", cpu)
+    for name, weight in expected.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        assert isinstance(module, StoredLinear) == ("mlp." in name), name
+        found = module.stored.dequantized() if isinstance(module, StoredLinear) else module.weight
+        assert torch.equal(found, weight), name
+
+
+@pytest.mark.usefixtures("usable", "few_programs")
+def test_an_engine_of_mixed_layers_says_what_transformers_dequantized_model_does(quantized):
+    case = next(case for case in PARTLY if "int4" in case)  # whose products take activations as they are
+    path = str(quantized(case) / "quantized")
+    model = read_model(open_checkpoint(path), "float32", torch.device("cpu"))
+    model.set_attn_implementation("eager")
+    answers = tiny_models.generate(model, PROMPTS[:2], 6)
+    with Harness(path, max_num_tokens=24, tokens_per_block=8, max_batch_size=2, max_seq_len=64) as engine:
+        forward = engine.core._parts.forward
+        assert forward.form is WeightForm.INT4_GROUPS and forward.resident is not None
+        assert engine.run([request(prompt, 6) for prompt in PROMPTS[:2]]) == answers

@@ -53,16 +53,12 @@ class DecoderWeights:
     is_gelu: bool = False  # tanh's approximation of it gates the MLP; else SiLU
     embed_scale: float = 1.0
     softcap: float = 0.0  # of the logits; 0: none
-
-    @property
-    def form(self) -> WeightForm:
-        """What the layers' projections are stored in."""
-        return form_of(self.layers[0].qkv)
+    form: WeightForm = WeightForm.PLAIN  # of the layers' projections, but for those that are plain beside others
 
     @property
     def stored_form(self) -> WeightForm:
         """What most weights are stored in: of a mixture its experts."""
-        return form_of(self.layers[0].gate_up)
+        return form_of(self.layers[0].gate_up) if self.has_experts else self.form
 
     @property
     def has_experts(self) -> bool:
@@ -110,7 +106,14 @@ def fuse(model: Any, max_seq_len: int, for_kernels: bool = True) -> DecoderWeigh
         _is_tanh_gelu(_activation(model)),
         config.hidden_size**0.5 if is_gemma else 1.0,
         float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        next((form for layer in layers for form in _forms(layer) if form is not WeightForm.PLAIN), WeightForm.PLAIN),
     )
+
+
+def _forms(layer: DecoderLayer) -> list[WeightForm]:
+    """Return those of a layer's projections. Experts have their own."""
+    dense = (layer.gate_up, layer.down) if layer.mixture is None else ()
+    return [form_of(weight) for weight in (layer.qkv, layer.output, *dense)]
 
 
 def _fuse_layer(layer: Any, cos_sin: Tensor, is_gemma: bool, for_kernels: bool) -> DecoderLayer:

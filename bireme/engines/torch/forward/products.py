@@ -10,8 +10,9 @@
 | int4_groups | 1 to 512 | FewStoredRows | kernels/int4_linear.py, the gate within | as they are |
 | the same | more | ManyRows | cuBLAS's, with a matrix that is made plain for it | as they are |
 
-Embeddings, norms, routers and the head are plain in every form. Experts are plain, or MXFP4 beside plain projections:
-kernels/mixture.py has their products.
+Embeddings, norms, routers and the head are plain in every form. So may projections be beside others that are not: the
+class is the others' then, and rows are multiplied as they are, by cuBLAS, or few rows beside 4 bits by plain weights'
+kernels. Experts are plain, or MXFP4 beside plain projections: kernels/mixture.py has their products.
 """
 
 from __future__ import annotations
@@ -144,6 +145,11 @@ class OneRow(FewRows):
 class FewStoredRows(FewRows):
     are_alone = True
 
+    def _few(self, inner: Tensor, weight: Weight, add_to: Tensor | None = None, **how: Any) -> Tensor:
+        if isinstance(weight, Int4Weight) or 1 < len(inner) <= MOST_ROWS:
+            return super()._few(inner, weight, add_to, **how)
+        return (_one_row if len(inner) == 1 else _many_rows)(inner, plain(weight), add_to=add_to, **how)
+
     def qkv(self, layer: DecoderLayer) -> Tensor:
         normed = rms_norm(self._x, layer.attention_norm, self._eps)
         return self._few(normed, layer.qkv, bias=layer.qkv_bias)
@@ -161,21 +167,32 @@ class RoundedRows(ManyRows):
         self._more: Tensor | None = None
 
     def qkv(self, layer: DecoderLayer) -> Tensor:
-        return self._product(self._normed(layer.attention_norm), layer.qkv, layer.qkv_bias)
+        return self._of_normed(layer.attention_norm, layer.qkv, layer.qkv_bias)
 
     def add_output(self, layer: DecoderLayer, attended: Tensor) -> None:
-        rows = rounded_rows(attended, self._form)
-        self._keep(rows, layer.output, layer.attention_post_norm, layer.output_bias)
+        norm, bias = layer.attention_post_norm, layer.output_bias
+        if isinstance(layer.output, Tensor):
+            self._add(attended, layer.output, norm, bias)
+        else:
+            self._keep(rounded_rows(attended, self._form), layer.output, norm, bias)
 
     def add_mlp(self, layer: DecoderLayer) -> None:
-        gate_up = self._product(self._normed(layer.mlp_norm), layer.gate_up)
-        self._keep(rounded_gate(gate_up, self._form, self._is_gelu), layer.down, layer.mlp_post_norm)
+        gate_up = self._of_normed(layer.mlp_norm, layer.gate_up)
+        if isinstance(layer.down, Tensor):
+            self._add(gate(gate_up, self._is_gelu), layer.down, layer.mlp_post_norm)
+        else:
+            self._keep(rounded_gate(gate_up, self._form, self._is_gelu), layer.down, layer.mlp_post_norm)
 
     def rows(self) -> Tensor:
         if self._more is not None:
             self._x += self._more
             self._more = None
         return self._x
+
+    def _of_normed(self, norm: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Tensor):
+            return F.linear(rms_norm(self.rows(), norm, self._eps), weight, bias)
+        return self._product(self._normed(norm), weight, bias)
 
     def _normed(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         more, self._more = self._more, None
@@ -193,6 +210,21 @@ class RoundedRows(ManyRows):
             self._more = product
         else:
             rms_norm(product, post_norm, self._eps, self._x)
+
+
+def _many_rows(
+    x: Tensor,
+    weight: Tensor,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+    add_to: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As `few_rows_linear`."""
+    product = F.linear(x, weight, bias)
+    if is_gated:
+        product = gate(product, is_gelu)
+    return product if add_to is None else add_to.add_(product)
 
 
 def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:

@@ -53,6 +53,7 @@ class Checkpoint:
     shards: tuple[Path, ...]  # none: load_format dummy
     digest: str  # hex; different weights, form of them or configuration: different digest
     stored_as: StoredAs | None = None  # what the layers' projections are in once they are read; None: plain
+    plain: frozenset[str] = frozenset()  # names of projections that stay so where the others are `stored_as`
     quantization: Quantization | None = None  # of what is dequantized when it is read; None: no weight is
     kept: Mapping[str, StoredTensor] = field(default_factory=dict)  # the projections that stay as the files have them
     gguf: GgufHead | None = None  # of the shards, where they are GGUF files
@@ -108,16 +109,20 @@ def model_class(checkpoint: Checkpoint) -> Any:
     return AutoModelForImageTextToText if is_picture_model(checkpoint.name) else AutoModelForCausalLM
 
 
-def stored_as(checkpoint: Checkpoint, form: StoredAs, names: Collection[str] = ()) -> Checkpoint:
+def stored_as(
+    checkpoint: Checkpoint, form: StoredAs, names: Collection[str] = (), plain: frozenset[str] = frozenset()
+) -> Checkpoint:
     """Return the checkpoint as one whose projections are stored so: another model, whose KV is not the first one's.
 
-    `names`: of the weights that stay what the files have; none: all are rounded from plain ones.
+    `names`: of the weights that stay what the files have; none: all are rounded from plain ones. `plain`: projections
+    that are neither.
     """
-    digest = hashlib.sha256(f"{checkpoint.digest} {form}".encode()).hexdigest()
+    parts = " ".join([checkpoint.digest, str(form), *sorted(plain)])
+    made = replace(checkpoint, digest=hashlib.sha256(parts.encode()).hexdigest(), stored_as=form, plain=plain)
     if checkpoint.quantization is None or not names:
-        return replace(checkpoint, digest=digest, stored_as=form)
+        return made
     rest, kept = checkpoint.quantization.split(names)
-    return replace(checkpoint, digest=digest, stored_as=form, quantization=rest, kept=kept)
+    return replace(made, quantization=rest, kept=kept)
 
 
 def with_kept_experts(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
@@ -144,7 +149,7 @@ def read_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
         fill = None
         if checkpoint.kept and checkpoint.quantization is not None:
             fill = partial(_fill, checkpoint.kept, Shards(dict(checkpoint.quantization.heads)))
-        store_projections(model, checkpoint.stored_as, device, fill)
+        store_projections(model, checkpoint.stored_as, device, fill, checkpoint.plain)
     return model
 
 
@@ -197,7 +202,8 @@ def from_pretrained(kind: Any, checkpoint: Checkpoint, config: Any, dtype: torch
         keeps = checkpoint.keeps_experts
         stored = checkpoint.quantization.open_parts() if keeps else checkpoint.quantization.open(dtype)
     if checkpoint.kept or checkpoint.keeps_experts:
-        kind = _changed(kind, keep_experts if checkpoint.keeps_experts else empty_projections)
+        without = partial(empty_projections, plain=checkpoint.plain)
+        kind = _changed(kind, keep_experts if checkpoint.keeps_experts else without)
     try:
         # torch's own functions for tensors without memory are marked for the compiler when they are called.
         with without_compiler(), without_symbols():

@@ -123,7 +123,7 @@ def make_skeleton(checkpoint: Checkpoint, dtype: str) -> Any:
     with without_compiler(), without_symbols(), torch.device("meta"):
         model = model_class(checkpoint).from_config(checkpoint.config, dtype=choose_dtype(dtype, checkpoint.config))
         if checkpoint.stored_as is not None:
-            store_projections(model, checkpoint.stored_as, torch.device("meta"))
+            store_projections(model, checkpoint.stored_as, torch.device("meta"), plain=checkpoint.plain)
         if checkpoint.keeps_experts:
             keep_experts(model)
     return model.eval().requires_grad_(False)

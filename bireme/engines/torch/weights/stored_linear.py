@@ -7,7 +7,7 @@ filled with what a checkpoint's file has (quantized/kept.py), or rounded from pl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,26 +81,35 @@ def projections(model: Any) -> Iterator[tuple[str, Any, Sequence[str]]]:
                 yield f"{model.base_model_prefix}.layers.{index}.{part}", getattr(layer, part), names
 
 
-def empty_projections(model: Any) -> None:
-    """Have a model without places for its projections' weights."""
-    for _, owner, names in projections(model):
+def stored_projections(model: Any, plain: Collection[str]) -> Iterator[tuple[str, Any, Sequence[str]]]:
+    """Yield those of `projections` that do not stay plain. `plain`: names of projections, all or none of a matrix."""
+    for prefix, owner, names in projections(model):
+        if f"{prefix}.{names[0]}" not in plain:
+            yield prefix, owner, names
+
+
+def empty_projections(model: Any, plain: Collection[str] = ()) -> None:
+    """Have a model without places for its projections' weights, but for those that stay plain."""
+    for _, owner, names in stored_projections(model, plain):
         for name in names:
             setattr(owner, name, EmptyLinear(getattr(owner, name)))
 
 
-def store_projections(model: Any, like: StoredAs, device: torch.device, fill: Fill | None = None) -> None:
+def store_projections(
+    model: Any, like: StoredAs, device: torch.device, fill: Fill | None = None, plain: Collection[str] = ()
+) -> None:
     """Put weights in few bits into the projections of a decoder's layers, one after the other, on `device`.
 
-    `fill`: with what; None: the projections' own weights, rounded, each let go of before the next one's.
-    Raises ConfigError.
+    `fill`: with what; None: the projections' own weights, rounded, each let go of before the next one's. `plain`: names
+    of projections that stay as they are. Raises ConfigError.
     """
-    if fault := fault_of_shapes(model, like):
+    if fault := fault_of_shapes(model, like, plain):
         raise ConfigError(
             f"quant_config.quant_algo: {like.algo}; {fault}; set FP8_PER_CHANNEL_PER_TOKEN, or remove it, or use"
             " engine: trtllm"
         )
     with torch.inference_mode(False), torch.no_grad():
-        for prefix, owner, names in projections(model):
+        for prefix, owner, names in stored_projections(model, plain):
             _replace(prefix, owner, names, like, device, fill or _round_own(like))
     if device.type == "cuda" and fill is None:
         torch.cuda.empty_cache()  # what was rounded
@@ -121,11 +130,11 @@ def why_not_dense(model: Any) -> str:
     return ""
 
 
-def fault_of_shapes(model: Any, like: StoredAs) -> str:
-    """Return why no product of this form takes a projection; empty: all are taken."""
+def fault_of_shapes(model: Any, like: StoredAs, plain: Collection[str] = ()) -> str:
+    """Return why no product of this form takes a projection that does not stay plain; empty: all are taken."""
     if fault := why_not_dense(model):
         return fault
-    for _, owner, names in projections(model):
+    for _, owner, names in stored_projections(model, plain):
         for at, name in enumerate(names):
             linear = getattr(owner, name)
             rows, columns = linear.out_features, linear.in_features

@@ -18,19 +18,21 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def why_not_kept(quantization: Quantization, names: Iterable[str], shards: Shards) -> tuple[StoredAs | None, str]:
-    """Return how the weights of these names stay, all in one form; else None, and what keeps them from it."""
+    """Return how the weights of these names, which are quantized, stay, all in one form; else None, and what keeps them
+    from it.
+    """
     found: dict[StoredAs, str] = {}
     for name in names:
-        tensor = quantization.tensors.get(name)
-        if tensor is None:
-            return None, f"{name} is stored plain"
+        tensor = quantization.tensors[name]
         own = _stored_as(quantization, tensor)
         if own is None:
             return None, f"{name} is stored in a form that has no products here"
         if "groups" in tensor.parts and not _in_turn(shards.read(tensor.parts["groups"]), own.group):
             return None, f"{name} has its inputs in act-order"
         found.setdefault(own, name)
-    if len(found) != 1:
+    if not found:
+        return None, "each matrix of its layers is plain, or a part of it is"
+    if len(found) > 1:
         return None, f"{', '.join(list(found.values())[:2])} are stored in different forms"
     return next(iter(found)), ""
 

@@ -1,0 +1,115 @@
+"""Which projections of a decoder's layers are plain beside others in few bits, by name. Needs no torch.
+
+A recipe names them in `quant_config.exclude_modules`, a checkpoint in lists of its method. Where files are read, their
+heads decide. Lists say it of weights that are made up, and of what is counted before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from bireme.engines.torch.weights.kept_types import LAYER
+from bireme.settings import NO_QUANT
+
+KEY = "quant_config.exclude_modules"
+_REGEX = "re:"
+_BESIDE = ("lm_head", "model.embed_tokens")  # that are plain in any case: lists name them, too
+# Of compressed-tensors and ModelOpt; of ModelOpt's older file; of transformers and AutoAWQ.
+_LISTS = ("ignore", "exclude_modules", "modules_to_not_convert")
+_LEFT_OUT = "-:"  # what GPTQModel's `dynamic` has before a pattern of modules that it leaves out
+
+
+def matrices_of(num_layers: int) -> list[list[str]]:
+    """Return the names of all projections; those in one list are one matrix for the decoders here."""
+    return [[f"model.layers.{layer}.{name}" for name in names] for layer in range(num_layers) for names in LAYER]
+
+
+def plain_among(num_layers: int, is_plain: Callable[[str], bool]) -> frozenset[str]:
+    """Return the projections of all matrices of which a part is plain. `is_plain`: is asked of each name."""
+    return frozenset(name for own in matrices_of(num_layers) if any(map(is_plain, own)) for name in own)
+
+
+def excluded(patterns: Sequence[str], num_layers: int) -> frozenset[str]:
+    """Return the projections that a recipe leaves plain, by the rule of TensorRT-LLM's QuantConfig.
+
+    A pattern is a module's name or that of one around it, with * and ? for anything, or `re:` and a regular expression
+    for all of it.
+    """
+    names = [name for matrix in matrices_of(num_layers) for name in matrix]
+    return frozenset(name for name in names if any(_is_within(name, pattern) for pattern in patterns))
+
+
+def why_not_excluded(
+    patterns: Sequence[str], algo: str | None, is_quantized: bool, num_layers: int
+) -> tuple[str, str] | None:
+    """Return which of a recipe's patterns can't be honored, and why, with the remedy; None: all can.
+
+    `algo`: its quant_config.quant_algo. `is_quantized`: the checkpoint.
+    """
+    if not patterns:
+        return None
+    if algo in (None, "", NO_QUANT):
+        return patterns[0], "without quant_config.quant_algo no weight is rounded; set it, or remove this"
+    if is_quantized:
+        return patterns[0], "the checkpoint is quantized already, and says itself what is plain; remove this"
+    return _unknown(patterns, num_layers) or _part_of_matrix(patterns, num_layers)
+
+
+def _unknown(patterns: Sequence[str], num_layers: int) -> tuple[str, str] | None:
+    known = {own for matrix in matrices_of(num_layers) for name in matrix for own in _names_around(name)} | {*_BESIDE}
+    for pattern in patterns:
+        if not any(_matches(pattern, name) for name in known):
+            why = "no module of the model's layers is named so; names are as model.layers.0.self_attn.q_proj, and *"
+            return pattern, f"{why} stands for anything, as in *self_attn*"
+    return None
+
+
+def _part_of_matrix(patterns: Sequence[str], num_layers: int) -> tuple[str, str] | None:
+    found, matrices = excluded(patterns, num_layers), matrices_of(num_layers)
+    if len(found) == sum(map(len, matrices)):
+        return patterns[0], "nothing is left to round; remove this and quant_config.quant_algo"
+    for matrix in matrices:
+        plain = [name for name in matrix if name in found]
+        if 0 < len(plain) < len(matrix):
+            others = " and ".join(name for name in matrix if name not in found)
+            pattern = next(one for one in patterns if _is_within(plain[0], one))
+            return pattern, f"{plain[0]} is one matrix here with {others}; name all of these, or none"
+    return None
+
+
+def named_plain(told: Mapping[str, Any], num_layers: int) -> frozenset[str]:
+    """Return the projections that a `quantization_config` has plain, and those that are one matrix with them."""
+    patterns = [str(one) for key in _LISTS if isinstance(found := told.get(key), list) for one in found]
+    dynamic = told.get("dynamic")
+    if isinstance(dynamic, Mapping):
+        left_out = [str(one).removeprefix(_LEFT_OUT) for one in dynamic if str(one).startswith(_LEFT_OUT)]
+        patterns += [f"{_REGEX}{one}.*" for one in left_out]
+    return plain_among(num_layers, lambda name: any(_is_within(name, one) or _is_run(name, one) for one in patterns))
+
+
+def _is_within(name: str, pattern: str) -> bool:
+    return any(_matches(pattern, own) for own in _names_around(name))
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """Yield a module's name and those of the ones that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if not pattern.startswith(_REGEX):
+        return fnmatchcase(name, pattern)
+    try:
+        return re.fullmatch(pattern.removeprefix(_REGEX), name) is not None
+    except re.error:
+        return False
+
+
+def _is_run(name: str, part: str) -> bool:
+    """Return whether `part` is the end of a name or stands between its dots, as transformers reads its own list."""
+    return f".{part}." in f".{name}."
