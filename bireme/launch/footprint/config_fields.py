@@ -11,6 +11,7 @@ from bireme.errors import ConfigError
 
 MOST_LAYERS = 10_000
 _MOST = 1 << 32  # of any width, length or count
+_MODELOPT = "hf_quant_config.json"
 _MOST_BYTES = 16 << 20  # of config.json
 _MOST_SHOWN = 60
 
@@ -90,8 +91,18 @@ class ConfigFields:
 
 
 def read_config(folder: Path) -> ConfigFields:
-    """Raises ConfigError."""
-    path = folder / "config.json"
+    """Return config.json, with the quantization that ModelOpt's older exports tell in a file of their own.
+
+    Raises ConfigError.
+    """
+    tree, own = _read_tree(folder / "config.json"), folder / _MODELOPT
+    if tree.get("quantization_config") is None and own.exists():
+        told = ConfigFields(_read_tree(own), _MODELOPT).block("quantization")
+        tree["quantization_config"] = {"quant_method": "modelopt"} | ({} if told is None else dict(told.tree))
+    return ConfigFields(tree)
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path}: {path.stat().st_size} bytes; a model's configuration has {_MOST_BYTES} at most")
@@ -102,7 +113,7 @@ def read_config(folder: Path) -> ConfigFields:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a JSON object is expected, not {type(tree).__name__}")
-    return ConfigFields(tree)
+    return tree
 
 
 def _shown(value: Any) -> str:

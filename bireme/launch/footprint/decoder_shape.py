@@ -50,6 +50,21 @@ class DecoderShape:
     writes_scores: bool  # of attention: torch's own has neither sinks nor caps
     text: ConfigFields
 
+    def projection_sizes(self) -> dict[str, int]:
+        """Return how many weights each projection of the layers has, by name. Not of experts, nor latent attention."""
+        found: dict[str, int] = {}
+        for layer, (kv_heads, key, value) in enumerate(self.key_sizes):
+            widths = {
+                "q": self.num_heads * key,
+                "k": kv_heads * key,
+                "v": kv_heads * value,
+                "o": self.num_heads * value,
+            }
+            own = {f"self_attn.{name}_proj": width for name, width in widths.items()}
+            own |= {f"mlp.{name}_proj": self.mlp_width for name in ("gate", "up", "down")}
+            found |= {f"model.layers.{layer}.{name}": width * self.hidden for name, width in own.items()}
+        return found
+
     def geometry(self, dtype: str, scales: KvScales | None = None) -> list[LayerGeometry]:
         """`scales`: KV is kept as 8-bit floats."""
         kept = cast(Any, _Dtype(dtype, ITEM_BYTES[dtype]))

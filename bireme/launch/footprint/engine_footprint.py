@@ -5,6 +5,7 @@ Everything that follows from the model is counted with the engine's own rules (d
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from bireme.engines.torch.pools.sizes import CPU_POOL_BYTES, GpuMemory, gpu_pool
 from bireme.engines.torch.weights import architectures, dtypes
 from bireme.engines.torch.weights.eagle_bytes import EagleWidths, eagle_bytes, gpu_bytes
 from bireme.engines.torch.weights.limits import FP8, longest_sequence, narrow_windows, resolve_limits
+from bireme.engines.torch.weights.plain_modules import excluded, named_plain
 from bireme.errors import ConfigError
 from bireme.launch.footprint.config_fields import ConfigFields
 from bireme.launch.footprint.decoder_shape import DecoderShape, Parameters
@@ -232,9 +234,10 @@ class EngineSizes:
         if is_gpu and not why_no_bfloat16(around.capability) and (values := _kept_experts(shape, told)):
             return KeptBytes(products=values, product_bytes=values // 2 + values // _MXFP4_GROUP)
         size = kept_item_bytes(told, is_gpu, dtype, around.capability)
-        if size is None or shape.num_experts:
+        if told is None or size is None or shape.num_experts:
             return KeptBytes() if is_gpu else self._kept_blocks()
-        return KeptBytes(products=self.parameters.products, product_bytes=round(self.parameters.products * size))
+        products = self.parameters.products - self._weights_of(named_plain(told.tree, len(shape.windows)))
+        return KeptBytes(products=products, product_bytes=round(products * size))
 
     def _keeps(self, around: Surroundings) -> bool:
         """Return whether weights may stay. In few bits they are made up on GPUs alone."""
@@ -248,9 +251,16 @@ class EngineSizes:
 
     def _rounded_bytes(self, size: int) -> int:
         """Return what quant_config saves on a GPU of weights of so many bytes each."""
-        algo = self.config.quant_config.quant_algo
-        own = _INT4_BYTES if algo and algo.startswith("W4A16") else 1.0
-        return round(self.parameters.products * (size - own)) if algo and algo != NO_QUANT else 0
+        algo, patterns = self.config.quant_config.quant_algo, self.config.quant_config.exclude_modules
+        if not algo or algo == NO_QUANT:
+            return 0
+        left = self._weights_of(excluded(patterns, len(self.shape.windows))) if patterns else 0
+        own = _INT4_BYTES if algo.startswith("W4A16") else 1.0
+        return round((self.parameters.products - left) * (size - own))
+
+    def _weights_of(self, projections: Collection[str]) -> int:
+        sizes = self.shape.projection_sizes() if projections else {}
+        return sum(sizes[name] for name in projections)
 
 
 def _packed_bytes(count: Parameters, kept: KeptBytes, size: int, packed_size: int) -> int:

@@ -23,6 +23,7 @@ from bireme.engines.torch.geometry import (
 )
 from bireme.engines.torch.weights.kv_schemes import is_of_kv_alone
 from bireme.engines.torch.weights.limits import FP8, FP8_REMEDY, draft_config, why_no_fp8_kv
+from bireme.engines.torch.weights.plain_modules import KEY, why_not_excluded
 from bireme.errors import ConfigError
 from bireme.gguf.folder import gguf_files
 from bireme.gguf.head import read_head
@@ -115,7 +116,7 @@ class LaunchFootprint:
 
     def problems(self) -> Iterator[FitProblem]:
         for worker in self.workers:
-            refused = list(self._dtype_problems(worker))
+            refused = [*self._dtype_problems(worker), *self._excluded_problems(worker)]
             yield from refused
             if worker.is_wrong and not refused:
                 model = self._recipe.worker_model_path(worker.stage)
@@ -235,6 +236,22 @@ class LaunchFootprint:
             return
         key = f"workers.{worker.stage}.engine_config.quant_config.quant_algo"
         yield FitProblem(key=key, value=algo, reason=why, remedy=remedy, is_error=True)
+
+    def _excluded_problems(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
+        """Of modules that can't be left out of what is rounded."""
+        entry, folder = self._recipe.workers[worker.stage], Path(self._recipe.worker_model_path(worker.stage))
+        asked = entry.engine_config.quant_config
+        if not asked.exclude_modules or not entry.kind.has_footprint or not folder.is_dir():
+            return
+        try:
+            config = read_config(folder)
+            num_layers = len(read_shape(config).windows)
+        except ConfigError:
+            return  # why it is not counted is told
+        is_quantized = not _has_plain_weights(config) or bool(gguf_files(folder))
+        if refused := why_not_excluded(asked.exclude_modules, asked.quant_algo, is_quantized, num_layers):
+            key, (value, reason) = f"workers.{worker.stage}.engine_config.{KEY}", refused
+            yield FitProblem(key=key, value=value, reason=reason, remedy="", is_error=True)
 
     def _dtype_problems(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
         entry = self._recipe.workers[worker.stage]

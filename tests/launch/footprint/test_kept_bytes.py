@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -72,6 +73,21 @@ def test_projections_that_stay_on_a_gpu_are_counted_as_their_model_holds_them(ma
     assert weights_of(config, GPU, quant_config=QuantConfig(quant_algo="NO_QUANT")) == weights_of(
         config | {"quantization_config": None}, GPU
     )
+
+
+@pytest.mark.parametrize("layout", ["fbgemm", "awq"])
+def test_what_a_list_leaves_plain_is_counted_as_the_model_holds_it(tmp_path, monkeypatch, layout):
+    own, left = LAYOUTS[layout], ["self_attn", "lm_head"]
+    mlps = replace(own, config=own.config | {"modules_to_not_convert": left}, chooses=lambda name: "mlp." in name)
+    path, _ = write(tmp_path, mlps, **SIZES)
+    config = json.loads(Path(path, "config.json").read_text())
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    cpu = torch.device("cpu")
+    model = read_model(choose_form(open_checkpoint(path), EngineConfig(), cpu), "float32", cpu)
+    stored = [module.stored for module in model.modules() if isinstance(module, StoredLinear)]
+    taken = sum(tensor.nbytes for own in stored for tensor in own.tensors.values())
+    plain = sum(2 * own.shape[0] * own.shape[1] for own in stored)
+    assert len(stored) == 3 and saved(config | {"dtype": "bfloat16"}, GPU) == pytest.approx(plain - taken, rel=0.01)
 
 
 @pytest.mark.parametrize("layout", [*KEPT, *OTHERS])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,45 @@ def test_projections_that_are_rounded_to_8_bits_take_a_byte_each_on_a_gpu(recipe
         for algo in (None, "FP8_PER_CHANNEL_PER_TOKEN")
     )
     assert plain - rounded == 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
+
+
+def test_projections_that_are_left_plain_count_as_before(recipe):
+    machine = MachineMemory(64 * GIB, gpus=(80 * GIB,))
+    algo, patterns = "FP8_PER_CHANNEL_PER_TOKEN", ["*self_attn*", "lm_head"]
+    plain, rounded = (
+        LaunchFootprint(recipe(engine={"quant_config": asked}), machine, 4).workers[0].engine.weights
+        for asked in ({}, {"quant_algo": algo, "exclude_modules": patterns})
+    )
+    assert plain - rounded == 32 * 3 * 4096 * 14336
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "said"),
+    [
+        ({}, {"exclude_modules": ["*mlp*"]}, r"*mlp*; without quant_config.quant_algo no weight is rounded"),
+        ({}, {"quant_algo": "FP8", "exclude_modules": ["*attn", "*mpl*"]}, "*mpl*; no module of the model's layers is"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            {"quant_algo": "FP8", "exclude_modules": ["*mlp*"]},
+            "*mlp*",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_left_plain_are_refused_before_the_start(recipe, changes, asked, said):
+    (found,) = problems(recipe(changes, {"quant_config": asked}), MachineMemory(64 * GIB, gpus=(80 * GIB,)))
+    assert found.is_error
+    assert str(found).startswith(f"workers.decode.engine_config.quant_config.exclude_modules: {said}")
+
+
+@pytest.mark.parametrize("left_out", [[], ["model.layers.*.self_attn*", "lm_head"]])
+def test_quantization_in_modelopts_own_file_counts_as_that_in_config_json(recipe, left_out):
+    told, machine = {"quant_algo": "FP8", "exclude_modules": left_out}, MachineMemory(64 * GIB, gpus=(80 * GIB,))
+    plain = LaunchFootprint(recipe(), machine, 4).workers[0].engine.weights
+    folder = recipe().worker_model_path("decode")
+    Path(folder, "hf_quant_config.json").write_text(json.dumps({"quantization": told}))
+    worker = LaunchFootprint(recipe(), machine, 4).workers[0]
+    attention = 0 if left_out else 4096 * (4096 + 2 * 1024 + 4096)
+    assert plain - worker.engine.weights == 32 * (attention + 3 * 4096 * 14336) and not worker.is_sure
 
 
 def test_kv_in_8_bits_takes_a_byte_a_value_and_twice_the_tokens_on_a_gpu(recipe):
