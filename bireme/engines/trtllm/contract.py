@@ -255,6 +255,10 @@ RETIRED: dict[str, tuple[str, str]] = {
     "enable_trtllm_sampler": ("removed in 1.2", "set sampler_type: TRTLLMSampler"),
     "enable_mixed_sampler": ("removed in 1.2", "set sampler_type: TorchSampler"),
     "enable_overlap_scheduler": ("the overlap scheduler is on by default", "use disable_overlap_scheduler"),
+    "quant_config": (
+        "the PyTorch backend reads it, and which modules are plain, from the checkpoint",
+        "remove it, and serve a quantized checkpoint (hf_quant_config.json, or quantization_config in config.json)",
+    ),
     "pytorch_backend_config": ("its keys stand at the top level now", "move them there"),
     "use_cuda_graph": (_OLD, "set cuda_graph_config: {}, or null to switch CUDA graphs off"),
     "cuda_graph_batch_sizes": (_OLD, "set cuda_graph_config.batch_sizes"),

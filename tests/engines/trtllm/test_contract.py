@@ -115,6 +115,14 @@ def test_a_typo_is_told_with_the_nearest_name():
     ]
 
 
+def test_what_is_quantized_is_the_checkpoint_s_to_say():
+    (message,) = messages({"quant_config": {"quant_algo": "FP8", "exclude_modules": ["*self_attn*"]}})
+    assert message.endswith(
+        "; the PyTorch backend reads it, and which modules are plain, from the checkpoint; remove it, and serve a"
+        " quantized checkpoint (hf_quant_config.json, or quantization_config in config.json)"
+    )
+
+
 def test_a_block_s_field_is_checked_as_deep_as_it_lies():
     (message,) = messages({"scheduler_config": {"dynamic_batch_config": {
         "enable_batch_size_tuning": True, "enable_max_num_tokens_tuning": "no",
