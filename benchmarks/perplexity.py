@@ -59,6 +59,7 @@ from tools.real_model import chat_model  # noqa: E402
 CHANNEL, BLOCKS = StoredAs("FP8_PER_CHANNEL_PER_TOKEN"), StoredAs("FP8_BLOCK_SCALES")
 PER_ROW, PER_GROUP = WeightForm.FP8_CHANNEL, WeightForm.FP8_BLOCKS
 QKV, OUTPUT, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
+MLP = (*GATE_UP, *DOWN)
 ALL = (*QKV, *OUTPUT, *GATE_UP, *DOWN)
 COLUMNS = 64  # whose losses later columns get at once; groups of integers divide it
 DIVERGENCE_WINDOWS = 4  # whose probabilities of all tokens are kept
@@ -90,6 +91,7 @@ CASES = {
     "FP8 weights, a scale a channel": Case(CHANNEL),
     "FP8 activations, a scale a row": Case(rows=PER_ROW),
     "FP8_PER_CHANNEL_PER_TOKEN": Case(CHANNEL, PER_ROW, most=0.01),
+    "FP8_PER_CHANNEL_PER_TOKEN, attention plain": Case(CHANNEL, PER_ROW, only=MLP, most=0.01),
     "FP8_BLOCK_SCALES": Case(BLOCKS, PER_GROUP, most=0.01),
     "FP8 (a scale a projection)": Case(StoredAs("FP8"), PER_ROW),
     "FP8 KV": Case(is_kv=True),
@@ -111,6 +113,7 @@ PARTS = {
     "of output alone": Case(CHANNEL, PER_ROW, only=OUTPUT),
     "of gate and up alone": Case(CHANNEL, PER_ROW, only=GATE_UP),
     "of down alone": Case(CHANNEL, PER_ROW, only=DOWN),
+    "attention, first and last layer plain": Case(CHANNEL, PER_ROW, only=MLP, plain_ends=1),
     "first and last layer plain": Case(CHANNEL, PER_ROW, plain_ends=1),
     "first and last two layers plain": Case(CHANNEL, PER_ROW, plain_ends=2),
     "the head as well": Case(CHANNEL, PER_ROW, has_head=True),
