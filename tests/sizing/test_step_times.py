@@ -158,3 +158,10 @@ def test_published_tables_are_followed_by_their_rule():
         assert times.error < 0.25 and times.table.source and times.table.machine
     with pytest.raises(ConfigError, match=r"none: No such file or directory; a file, or one of .*h100-8b-bf16"):
         StepTimes.read("none")
+
+
+def test_a_published_table_is_another_machines_so_its_error_is_a_tenth_at_least(tmp_path):
+    found = StepTimes.read("h100-8b-bf16")
+    found.write(tmp_path / "own.json")
+    own = StepTimes.read(str(tmp_path / "own.json"))
+    assert own.error < 0.1 <= found.error and own.rows == found.rows
