@@ -137,7 +137,10 @@ def fp8_kv() -> None:
     types |= dict.fromkeys(("parts", "table", "counters"), INTS)
     constants = {"H": 8, "N": 2, "K": 64, "PAD_K": 64, "TILE": 64, "BLOCK_SIZE": 32, "PAD_G": 16, "MOST_PARTS": 16}
     constants |= {"PAD_HEADS": 4, "AT_ONCE": 1, "PRECISION": "tf32", "IS_GPU": True, "CHAINED": True, "IS_ALONE": True}
-    build(kernel, types, constants | dict.fromkeys(("HAS_NORM", "HAS_SOFTCAP", "HAS_SINKS"), False))
+    constants |= dict.fromkeys(("HAS_NORM", "HAS_SOFTCAP", "HAS_SINKS"), False)
+    made = build(kernel, types, constants, is_aligned=True, maxnreg=128)
+    assert ".shared.b8" not in made.asm["ptx"], "values are loaded a byte at a time"
+    build(kernel, types | dict.fromkeys(("qkv", "q_norm", "k_norm", "out", "sinks"), FP32), constants)
 
 
 def draws() -> None:

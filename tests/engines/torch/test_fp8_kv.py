@@ -40,6 +40,7 @@ from tests.kv.transfer.kv_side import backend_of
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, NUM_KV, SIZE, BLOCK_SIZE, BLOCKS = 4, 2, 16, 8, 60
 SCALES = KvScales(0.02, 0.3)
+TO_SUBNORMALS = KvScales(150.0, 150.0)  # of numbers about 1, which tensor cores must not take for zeros
 close = torch.testing.assert_close
 
 
@@ -56,8 +57,8 @@ def pools(randn):
     return kept, whole_of(kept)
 
 
-def whole_of(kept):
-    return [pool.float() * scale for pool, scale in zip(kept, (SCALES.keys, SCALES.values), strict=True)]
+def whole_of(kept, scales=SCALES):
+    return [pool.float() * scale for pool, scale in zip(kept, (scales.keys, scales.values), strict=True)]
 
 
 def test_a_decode_step_of_modules_attends_to_what_is_kept(randn):
@@ -299,12 +300,12 @@ def test_a_cpu_refuses_it_by_name_before_the_weights_are_read(path):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("rows", [1, 33])
-def test_bfloat16_attends_to_what_is_kept_on_a_gpu(randn, rows):
+@pytest.mark.parametrize(("rows", "scales"), [(1, SCALES), (9, SCALES), (33, SCALES), (33, TO_SUBNORMALS)])
+def test_bfloat16_attends_to_what_is_kept_on_a_gpu(randn, rows, scales):
     """As products of a model's own shape do: decodes by their kernel, prompts by torch's flash attention."""
     heads, num_kv, size, blocks = 32, 8, 128, 40
-    kept = [to_fp8(randn(rows * blocks * 32, num_kv * size), scale) for scale in (SCALES.keys, SCALES.values)]
-    whole = whole_of(kept)
+    kept = [to_fp8(randn(rows * blocks * 32, num_kv * size), scale) for scale in (scales.keys, scales.values)]
+    whole = whole_of(kept, scales)
     positions = np.arange(1100, 1100 + rows, dtype=np.int32)
     slots, table = (
         np.arange(rows, dtype=np.int32),
@@ -317,8 +318,8 @@ def test_bfloat16_attends_to_what_is_kept_on_a_gpu(randn, rows):
     scratch = decode_attention.Scratch.make(rows, heads, num_kv, size, torch.device(DEVICE))
     told = torch.from_numpy(parts).to(DEVICE)
     given = (told, table, *kept, scratch, 32, heads, size**-0.5)
-    found = decode_attention.decode_attention(qkv, how, *given, scales=SCALES)
-    whole = whole_of(kept)  # with the rows' own
+    found = decode_attention.decode_attention(qkv, how, *given, scales=scales)
+    whole = whole_of(kept, scales)  # with the rows' own
     lengths = torch.from_numpy(positions + 1).to(DEVICE)
     query = qkv.view(rows, -1, size)[:, :heads]
     expected = references.paged_decode(query.float(), *whole, table, lengths, 32, num_kv, size**-0.5).flatten(1)
@@ -327,6 +328,6 @@ def test_bfloat16_attends_to_what_is_kept_on_a_gpu(randn, rows):
     begins = [torch.tensor([0, count], dtype=torch.int32, device=DEVICE) for count in (rows, 600)]
     chunks = PackedChunks(0, rows, seen, *begins, rows, 600, is_fresh=False)
     own = query[:, :num_kv].contiguous()
-    found = FlashAttention(True).attend(chunks, query, own, own, *kept, 0, Extras(size**-0.5), SCALES)
+    found = FlashAttention(True).attend(chunks, query, own, own, *kept, 0, Extras(size**-0.5), scales)
     expected = references.packed_prefill(query.float(), *whole, seen, *begins, rows, num_kv, size**-0.5)
     assert float((found.float() - expected).norm() / expected.norm()) < 0.01

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bireme.engines.torch.geometry import UNSCALED, KvScales, Rotary
-from bireme.engines.torch.kernels.kept_rows import as_computed, as_kept
+from bireme.engines.torch.kernels.kept_rows import add_values, as_kept, halves_of_queries, no_sums, scores, whole_sums
 from bireme.engines.torch.kernels.launch import chain, prefetch, start_next, wait
 from bireme.engines.torch.kernels.paged_decode import precision, with_sinks
 from bireme.engines.torch.kernels.rotary import rotated
@@ -97,25 +97,26 @@ def _attention_kernel(
         own_block = tl.load(own_table + position // BLOCK_SIZE).to(tl.int64)
         largest = tl.full([PAD_G], -1e30, tl.float32)
         total = tl.zeros([PAD_G], tl.float32)
-        sums = tl.zeros([PAD_G, PAD_K], tl.float32)
+        sums, odd_sums = no_sums(PAD_G, PAD_K, values)
+        even_q, odd_q = halves_of_queries(q, keys)
         for tile in range(begin, end):
             at = tile * TILE + t
             is_seen = (at >= first) & (at < position)
             block = tl.load(own_table + at // BLOCK_SIZE, is_seen, 0)
             rows = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * N + kv_head
-            key = tl.load(keys + rows[None, :] * K + k[:, None], is_seen[None, :] & (k < K)[:, None], 0.0)
-            score = tl.dot(q, as_computed(key, q, IS_GPU), input_precision=PRECISION) * scaling
+            score = scores(even_q, odd_q, keys, rows, is_seen, scaling, K, PAD_K, PRECISION, IS_GPU)
             if HAS_SOFTCAP:
                 score = softcap * (2 / (1 + tl.exp(-2 * score / softcap)) - 1)  # tanh
             score = tl.where(is_seen[None, :], score, -1e30)
             new_largest = tl.maximum(largest, tl.max(score, 1))
             weight = tl.where(is_seen[None, :], tl.exp(score - new_largest[:, None]), 0.0)
             shrink = tl.exp(largest - new_largest)
-            value = tl.load(values + rows[:, None] * K + k[None, :], is_seen[:, None] & (k < K)[None, :], 0.0)
-            value = as_computed(value, q, IS_GPU)
-            sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+            sums, odd_sums = add_values(
+                sums, odd_sums, shrink, weight, q, values, rows, is_seen, K, PAD_K, PRECISION, IS_GPU
+            )
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
+        sums = whole_sums(sums, odd_sums, values)
         start_next(CHAINED & IS_ALONE)
         if number == used - 1:  # the token itself
             kept_key, kept_value = as_kept(new_key, key_inverse, keys), as_kept(new_value, value_inverse, values)
@@ -225,13 +226,12 @@ def num_stages(rows: int, dtype: torch.dtype) -> int:
 
 
 def _resources(rows: int, dtype: torch.dtype, kept: torch.dtype, pad_k: int) -> dict[str, int | None]:
-    """Return what a program is given; `kept`: the pools' dtype. With those of 8 bits, which it converts, two warps were
-    the quickest of eleven forms on an H100, at 128 rows of 1,000 tokens.
+    """Return what a program is given; `kept`: the pools' dtype.
+
+    With 128 registers a thread a multiprocessor has room for four programs, which few rows need over pools of 8 bits.
     """
-    if rows > 32 and kept.itemsize == 1:
-        return {"num_warps": 2, "num_stages": 4, "maxnreg": None}
-    most = 128 if rows > 32 and dtype.itemsize == 2 and pad_k <= 128 else None
-    return {"num_warps": 4, "num_stages": num_stages(rows, dtype), "maxnreg": most}
+    has_most = (rows > 32 or kept.itemsize == 1) and dtype.itemsize == 2 and pad_k <= 128
+    return {"num_warps": 4, "num_stages": num_stages(rows, dtype), "maxnreg": 128 if has_most else None}
 
 
 def at_once(rows: int, size: int) -> int:
@@ -298,7 +298,8 @@ def decode_attention(
     num_kv = keys.shape[1] // size
     if out is None:
         out = torch.empty(rows, num_heads * size, dtype=qkv.dtype, device=qkv.device)
-    pad_k, pad_heads = max(16, triton.next_power_of_2(size)), triton.next_power_of_2(num_heads // num_kv)
+    pad_k = max(32 if keys.dtype.itemsize == 1 else 16, triton.next_power_of_2(size))  # products are of 16 or more
+    pad_heads = triton.next_power_of_2(num_heads // num_kv)
     _attention_kernel[(num_kv, len(parts))](
         qkv,
         qkv if rotary.q_norm is None else rotary.q_norm,

@@ -38,3 +38,36 @@ def as_bfloat16(x, IS_GPU: tl.constexpr) -> tl.tensor:
             pack=4,
         )
     return x.to(tl.bfloat16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def halves_as_bfloat16(pairs, IS_GPU: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first and the second of pairs that were loaded as int16, both 2 ** 120 times too small.
+
+    Without the multiplication: tensor cores take subnormal bfloat16. In the interpreter float32.
+    """
+    if IS_GPU:
+        first, second = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 p, q, s;
+            shl.b32 p, $2, 8;
+            shl.b32 s, $2, 4;
+            shr.u32 q, $2, 4;
+            and.b32 s, s, 0x07f007f0;
+            and.b32 q, q, 0x07f007f0;
+            lop3.b32 $0, p, 0x80008000, s, 0xea;
+            lop3.b32 $1, $2, 0x80008000, q, 0xea;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+        return first, second
+    else:
+        first = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        second = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return first.to(tl.float32) * 2.0**-120, second.to(tl.float32) * 2.0**-120
