@@ -71,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=128, help="of a head")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, default=1000, help="tokens a sequence")
+    parser.add_argument("--spread", action="store_true", help="rows' from half of that to one and a half")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--quick", action="store_true", help="one layer, one short row")
     options = parser.parse_args()
@@ -84,7 +85,7 @@ def measure(count: int, options: argparse.Namespace, device: torch.device, rate:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # whose products the interpreter has right
     step = Step(count, options, device, dtype)
     row = {"rows": count, "us": time_us(step.ours, options.layers, device)}
-    row["floor_us"] = 1e6 * count * options.context * options.kv_heads * options.size * 2 * dtype.itemsize / rate
+    row["floor_us"] = 1e6 * step.num_tokens * options.kv_heads * options.size * 2 * dtype.itemsize / rate
     if has_other:
         other = step.flashinfer()
         row["flashinfer_us"] = time_us(other, options.layers, device)
@@ -106,7 +107,8 @@ class Step:
 
     def __init__(self, count: int, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
         self._options, heads, kv_heads, size = options, options.heads, options.kv_heads, options.size
-        blocks = -(-options.context // SIZE)
+        lengths = options.context * (np.linspace(0.5, 1.5, count) if options.spread else np.ones(count))
+        blocks = -(-int(lengths.max()) // SIZE)
         shape = ((count * blocks + 1) * SIZE, kv_heads * size)
         self._pools = [
             tuple(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)) for _ in range(options.layers)
@@ -115,12 +117,17 @@ class Step:
         self._table = order.view(count, blocks)
         self._qkv = torch.randn(count, (heads + 2 * kv_heads) * size, device=device, dtype=dtype)
         turns = torch.cat([torch.ones(size // 2), torch.zeros(size // 2)]).to(device)  # none: FlashInfer sees the same
-        self._rotary = Rotary(turns.repeat(options.context, 1), 1e-6)
-        slots, positions = np.arange(count, dtype=np.int32), np.full(count, options.context - 1, np.int32)
+        self._rotary = Rotary(turns.repeat(blocks * SIZE, 1), 1e-6)
+        self._lengths = torch.from_numpy(lengths.astype(np.int32)).to(device)
+        slots, positions = np.arange(count, dtype=np.int32), lengths.astype(np.int32) - 1
         most, tile = ours.most_parts(kv_heads), ours.tile_of(dtype, size)
         cut = ours.cut_into_parts(slots, positions, ours.num_parts(count, kv_heads), most, 0, tile)
         self._parts = torch.from_numpy(cut).to(device)
         self._scratch = ours.Scratch.make(count, heads, kv_heads, size, device)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._lengths.sum())
 
     def in_fp8(self) -> Step:
         """Return the same step over pools of 8-bit floats."""
@@ -151,15 +158,15 @@ class Step:
         import flashinfer
 
         options, table = self._options, self._table
-        count, blocks = table.shape
+        count, used = len(table), -(-self._lengths // SIZE)
         query = self._qkv[:, : options.heads * options.size].reshape(count, options.heads, options.size)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             torch.zeros(256 << 20, dtype=torch.uint8, device=table.device), "NHD", use_tensor_cores=True
         )
         wrapper.plan(
-            torch.arange(count + 1, dtype=torch.int32, device=table.device) * blocks,
-            table.flatten(),
-            torch.full((count,), (options.context - 1) % SIZE + 1, dtype=torch.int32, device=table.device),
+            torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0)),
+            table[torch.arange(table.shape[1], device=table.device) < used[:, None]],
+            (self._lengths - 1) % SIZE + 1,
             options.heads,
             options.kv_heads,
             options.size,

@@ -74,8 +74,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="no case is begun when so many have passed")
     parser.add_argument("--quick", action="store_true", help="products of a tiny layer alone")
     parser.add_argument("--form", choices=list(ALGOS), help="of the weights, beside bfloat16; default: each, and KV")
+    parser.add_argument("--fp8-kv", action="store_true", help="with --form: keys and values in FP8, too")
     parser.add_argument("--products", action="store_true", help="no engines, products of every tile")
     options = parser.parse_args()
+    if options.fp8_kv and options.form is None:
+        parser.error("--fp8-kv: say --form, too")
     is_cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if is_cuda else "CPU"
     REPORT.update(device=name, torch=torch.__version__, shape=options.shape)
@@ -83,7 +86,7 @@ def main() -> None:
     if is_cuda and not options.quick and not options.products:
         with tempfile.TemporaryDirectory(prefix="bireme-bench-") as folder:
             config = write_config(folder, options.shape)
-            measure_engines(folder, config, options.form)
+            measure_engines(folder, config, options.form, "fp8" if options.fp8_kv else "auto")
     measure_products(options)
     if is_cuda and options.shape == "8b" and not options.quick and not options.products:
         tell_aims()
@@ -188,12 +191,12 @@ class Engine(Bench):
         return 1e3 * sum(self._drain()[0])
 
 
-def measure_engines(folder: str, config: Any, only: str | None) -> None:
+def measure_engines(folder: str, config: Any, only: str | None, kv_of_only: str) -> None:
     plain = None
     with case("plain"):
         plain = Engine(folder, config, WeightForm.PLAIN)
     wanted = (*((form, "auto") for form in ALGOS), *((form, "fp8") for form in FP8_KV))
-    for form, kv_dtype in wanted if only is None else ((WeightForm(only), "auto"),):
+    for form, kv_dtype in wanted if only is None else ((WeightForm(only), kv_of_only),):
         with case(f"{form} {kv_dtype}"):
             other = Engine(folder, config, form, kv_dtype)
             if "resident" not in other._loaded.capacity.step_paths:
