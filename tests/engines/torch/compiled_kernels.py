@@ -80,6 +80,29 @@ def int4() -> None:
     build(int4_linear._plain_kernel, types | {"out": BF16}, plain)
 
 
+def int4_row() -> None:
+    """Products of one row with 4-bit integers: each weight is dequantized once, by the thread that multiplies it."""
+    from bireme.engines.torch.kernels import one_row_int4
+
+    def row_kernel(dtype: str, more: dict[str, Any], target: int = 90, total: int = 28672) -> str:
+        warps, ahead, registers = one_row_int4.chosen_row_tiles(total)
+        names = {"WARPS": warps, "AHEAD": ahead, "IS_GPU": dtype == BF16, "IS_EXACT": dtype == FP32}
+        given = types | dict.fromkeys(("x", "bias", "norm", "out"), dtype)
+        how = {"num_warps": warps, "num_stages": 1, "maxnreg": registers}
+        made = build(one_row_int4._row_kernel, given, own | names | more, target, True, SMALL, **how)
+        return str(made.asm["ptx"])
+
+    own = {"K": 4096, "PACKED": 128, "GROUP": 128, "HAS_BIAS": False, "HAS_NORM": True, "IS_GELU": False}
+    own |= {"IS_GATED": True, "IS_ADDED": False, "CHAINED": True}
+    types = {"weight": "*i16", "scales": FP16, "zeros": BYTES, "eps": "fp32", "N": "i32"}
+    added = {"HAS_NORM": False, "IS_GATED": False, "IS_ADDED": True}
+    assembly = row_kernel(BF16, {"K": 14336} | added, total=4096)
+    assert assembly.count("fma.rn.bf16x2") * 2 * 32 * 16 == 16 * 14336, "weights are dequantized twice"
+    assert assembly.count("st.shared") < 8, "weights go through shared memory"
+    row_kernel(BF16, {"CHAINED": False}, target=80)
+    row_kernel(FP32, {"K": 640})
+
+
 def mxfp4() -> None:
     """Experts in MXFP4, whose assembly is there, and plain ones of one row."""
     from bireme.engines.torch.kernels import experts
@@ -152,7 +175,7 @@ def draws() -> None:
     build(_draw_kernel, types, {"TILE": 8192, "CHAINED": True}, num_warps=32)
 
 
-FAMILIES: tuple[Callable[[], None], ...] = (int4, mxfp4, fp8, fp8_kv, draws)
+FAMILIES: tuple[Callable[[], None], ...] = (int4, int4_row, mxfp4, fp8, fp8_kv, draws)
 
 
 def refusal(family: Callable[[], None]) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton.language", reason="triton is not installed: it comes with torch's CUDA builds")
-from bireme.engines.torch.kernels import int4_linear
+from bireme.engines.torch.kernels import int4_linear, one_row_int4
 from bireme.engines.torch.storage import Int4Weight, WeightForm, form_of, packed, rounds_activations, unpacked
 from bireme.engines.torch.weights.stored_linear import round_into
 from tests.engines.torch import kernel_references as references
@@ -53,6 +53,27 @@ def test_tiles_and_programs_that_share_columns_change_nothing(randn, tiles, is_g
     given = None if is_gated else bias
     found = int4_linear.few_rows_int4(x, weight, is_gated, bias=given, tiles=int4_linear.Int4Tiles(*tiles))
     close(found, expected, atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("group", "columns"), [(128, 640), (256, 512), (160, 160)])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # sums of products, and a tensor core's product
+def test_one_row_is_multiplied_as_in_plain_torch_with_what_stands_around_it(randn, group, columns, is_gated, dtype):
+    x, norm = randn(1, columns).to(dtype), (1 + randn(columns) / 8).to(dtype)
+    weight = stored(randn(144 if is_gated else 72, columns) / columns**0.5, group)
+    bias, add_to = (None, None) if is_gated else (randn(72).to(dtype), randn(1, 72).to(dtype))
+    given = (bias, norm, 1e-5, is_gated, is_gated, add_to)
+    expected = references.one_row_linear(x, weight.dequantized(), *given).float()
+    found = one_row_int4.one_row_int4(x, weight, *given).float()
+    close(found, expected, **({"atol": 2e-5, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 0.03, "rtol": 0.02}))
+
+
+def test_one_row_takes_groups_of_whole_blocks_or_of_whole_rows():
+    def weight(group, columns):
+        return stored(torch.ones(16, columns, device=DEVICE), group)
+
+    assert all(one_row_int4.takes(weight(*one)) for one in ((128, 384), (256, 512), (384, 384), (160, 160)))
+    assert not any(one_row_int4.takes(weight(*one)) for one in ((32, 256), (64, 256), (384, 768), (160, 320)))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the interpreter has no bfloat16 products")

@@ -7,7 +7,8 @@
 | plain | others | ManyRows | cuBLAS's | as they are |
 | fp8_channel, fp8_blocks | 1, anywhere | OneRow | kernels/one_row_fp8.py, norms and gate within | as they are |
 | the same | more | RoundedRows | kernels/rounded_linear.py: torch's, or ours | rounded by norm and gate |
-| int4_groups | 1 to 512 | FewStoredRows | kernels/int4_linear.py, the gate within | as they are |
+| int4_groups, of whole blocks | 1, anywhere | OneRow | kernels/one_row_int4.py, norms and gate within | as they are |
+| the same, or finer groups | to 512 | FewStoredRows | kernels/int4_linear.py, the gate within | as they are |
 | the same | more | ManyRows | cuBLAS's, with a matrix that is made plain for it | as they are |
 
 Embeddings, norms, routers and the head are plain in every form. So may projections be beside others that are not: the
@@ -28,6 +29,7 @@ from bireme.engines.torch.kernels.int4_linear import MOST_ROWS as MOST_INT4_ROWS
 from bireme.engines.torch.kernels.int4_linear import few_rows_int4, make_counters, plain_weight
 from bireme.engines.torch.kernels.mixture import add_experts
 from bireme.engines.torch.kernels.one_row_fp8 import one_row_fp8
+from bireme.engines.torch.kernels.one_row_int4 import one_row_int4, takes
 from bireme.engines.torch.kernels.one_row_linear import one_row_linear
 from bireme.engines.torch.kernels.rounded_linear import rounded_linear
 from bireme.engines.torch.kernels.row_wise import gate, rms_norm, rounded_gate, rounded_rows
@@ -46,6 +48,8 @@ def products_for(
         kind = RoundedRows
     elif weights.form is WeightForm.INT4_GROUPS:
         kind = FewStoredRows if rows <= MOST_INT4_ROWS else ManyRows
+        if rows == 1 and _is_of_blocks(weights):
+            kind = OneRow
     elif weights.form is not WeightForm.PLAIN:
         kind = OneRow
     elif is_decode and rows <= MOST_ROWS:
@@ -227,7 +231,15 @@ def _many_rows(
     return product if add_to is None else add_to.add_(product)
 
 
+def _is_of_blocks(weights: DecoderWeights) -> bool:
+    """Return whether products of one row take all matrices of 4 bits."""
+    matrices = (part for layer in weights.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    return all(takes(weight) for weight in matrices if isinstance(weight, Int4Weight))
+
+
 def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
     if isinstance(weight, Fp8Weight):
         return one_row_fp8(x, weight, *given, **how)
+    if isinstance(weight, Int4Weight):
+        return one_row_int4(x, weight, *given, **how)
     return one_row_linear(x, plain(weight), *given, **how)

@@ -51,7 +51,7 @@ _MOST_SPLITS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _planes(word, zeros, IS_GPU: tl.constexpr) -> tl.tuple:
+def planes(word, zeros, IS_GPU: tl.constexpr) -> tl.tuple:
     """Return the four integers of each int16, the lowest first, less four `zeros`, which are 128 more than they are.
 
     Zeros are of the shape of words, or (N, 1), and of the dtype of what is returned.
@@ -97,10 +97,14 @@ def _integer(word, zero) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _joined(a, b, c, d) -> tl.tensor:
-    """Return four tiles (N, J) as one (N, 4 J), side by side."""
-    whole = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
-    return tl.reshape(whole, [a.shape[0], 4 * a.shape[1]])
+def joined(a, b, c, d) -> tl.tensor:
+    """Return four tiles (N, J) or (B, N, J) as one (N, 4 J) or (B, N, 4 J), side by side."""
+    whole = tl.join(tl.join(a, c), tl.join(b, d))
+    if len(a.shape) == 3:
+        whole = tl.reshape(tl.permute(whole, (0, 1, 3, 4, 2)), [a.shape[0], a.shape[1], 4 * a.shape[2]])
+    else:
+        whole = tl.reshape(tl.permute(whole, (0, 2, 3, 1)), [a.shape[0], 4 * a.shape[1]])
+    return whole
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -132,7 +136,7 @@ def _product(
     J: tl.constexpr = a.shape[1]
     if IS_JOINED:
         some = _some(x, m, rows, first + tl.arange(0, 4 * J)[:, None], K)
-        part = tl.dot(_joined(a, b, c, d), some, input_precision=PRECISION)
+        part = tl.dot(joined(a, b, c, d), some, input_precision=PRECISION)
     else:
         k = first + tl.arange(0, J)[:, None]
         part = tl.dot(a, _some(x, m, rows, k, K), input_precision=PRECISION)
@@ -211,7 +215,7 @@ def _rows_kernel(
         if SHARING == 4:
             next_scale, next_zero = _stored_scales(scales, zeros, n_in_order, first + PACKED + one, total, K, GROUP)
             z = (zero.to(tl.float32) + 128).to(x.dtype.element_ty)
-            a, b, c, d = _planes(w, (z, z, z, z), IS_GPU)
+            a, b, c, d = planes(w, (z, z, z, z), IS_GPU)
             part = _product(a, b, c, d, x, m, rows, first, K, IS_JOINED, PRECISION)
             result += part * scale.to(tl.float32)
             scale, zero = next_scale, next_zero
@@ -223,7 +227,7 @@ def _rows_kernel(
             sc, zc = _scales_and_zeros(scales, zeros, n_in_order, at_k + 2 * J, total, K, GROUP)
             sd, zd = _scales_and_zeros(scales, zeros, n_in_order, at_k + 3 * J, total, K, GROUP)
             to = x.dtype.element_ty
-            a, b, c, d = _planes(w, (za.to(to), zb.to(to), zc.to(to), zd.to(to)), IS_GPU)
+            a, b, c, d = planes(w, (za.to(to), zb.to(to), zc.to(to), zd.to(to)), IS_GPU)
             if not SHARING:
                 a, b = (a.to(tl.float32) * sa).to(to), (b.to(tl.float32) * sb).to(to)
                 c, d = (c.to(tl.float32) * sc).to(to), (d.to(tl.float32) * sd).to(to)
@@ -306,13 +310,13 @@ def _plain_kernel(
     w = tl.load(weight + n.to(tl.int64) * (BLOCKS * J) + block * J + tl.arange(0, J)[None, :], n < N, 0)
     w = tl.reshape(tl.permute(tl.reshape(w, [TILE_N, 4, 2, 2, 2]), (0, 2, 3, 1, 4)), [TILE_N, J])
     none = tl.full([TILE_N, 1], 128, tl.bfloat16 if IS_GPU else tl.float32)
-    a, b, c, d = _planes(w, (none, none, none, none), IS_GPU)
+    a, b, c, d = planes(w, (none, none, none, none), IS_GPU)
     k = block * PACKED + tl.arange(0, PACKED)[None, :]
     of = k
     if GROUP % PACKED == 0 or GROUP == K:  # all of the block is of one group
         of = block * PACKED + tl.arange(0, 1)[None, :]
     scale, zero = _scales_and_zeros(scales, zeros, n, of, N, K, GROUP)
-    values = (_joined(a, b, c, d).to(tl.float32) - (zero - 128)) * scale
+    values = (joined(a, b, c, d).to(tl.float32) - (zero - 128)) * scale
     tl.store(out + n.to(tl.int64) * K + k, values.to(out.dtype.element_ty), (n < N) & (k < K))
 
 
