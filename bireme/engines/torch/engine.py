@@ -162,8 +162,8 @@ class TorchEngine(EncodeSide):
         try:
             core.wait()
             self._take_inbox()
-            core.requests.expire(time.monotonic())
             core.take_tokens()
+            core.requests.expire(time.monotonic())  # not before tokens that have been made in time
             if core.is_told:
                 self._publish(core)  # first tokens of joined requests, and ends: they need not wait for the step
             has_run = core.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ import torch.nn.functional as F
 from bireme.discovery import run_folder
 from bireme.discovery.records import WorkerRecord, host_id
 from bireme.engines.torch.forward.modules import layers_of
+from bireme.engines.torch.scheduling.step_costs import StepCosts
 from bireme.errors import ConfigError
 from bireme.kv.blocks.events import DISK, HOST
 from bireme.kv.transfer.host_pool import HostPool
 from bireme.settings import SpeculativeConfig
 from tests.engines.torch import tiny_models
 from tests.engines.torch.eagle_heads import make_tensors, published, write_head
+from tests.engines.torch.host_resident import HostResident
 from tests.engines.torch.known_answers import WholeDrafts
 from tests.engines.torch.test_disaggregated import Pair, transfer_by
 from tests.engines.torch.test_tiers import settle
@@ -105,6 +108,25 @@ def test_drafts_are_what_the_published_head_says_and_tokens_the_model_s(base, ex
         assert engine.core._parts.speculation.is_on and engine.manager.num_referenced == 0
     assert_published(seen, PROMPTS, expected)
     assert {len(draft) for draft in seen.values()} == {1, 2, 3}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it draws on the host what a GPU has drawn itself")
+def test_what_the_head_sees_behind_a_step_is_no_time_of_that_step(base, expected, monkeypatch):
+    model, head = base
+    with Harness(model, **SETTINGS, **drafting(head)) as engine:
+        speculation, costs = whole(engine), StepCosts()
+        resident, observe, measured = HostResident.put_into(engine.core._parts), speculation.drafter.observe, []
+
+        def slow(*given):
+            time.sleep(0.05)
+            return observe(*given)
+
+        speculation.verifying = costs
+        monkeypatch.setattr(speculation.drafter, "observe", slow)
+        monkeypatch.setattr(costs, "landed", lambda works, seconds: measured.append(seconds))
+        assert engine.run([request(FEW[0], 32)]) == expected[2:3]
+        assert speculation.is_on and resident.num_verified >= len(measured) > 4
+    assert min(measured) > 0
 
 
 @pytest.mark.parametrize("tier", [HOST, DISK])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -16,38 +17,45 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it draws on t
 
 
 class Held(HostResident):
-    """A step with drafts ends when it is let go."""
+    """From `hold` on no step with drafts ends before it is let go."""
 
     def __init__(self, parts):
         super().__init__(parts)
         self.started = []  # of each step, whether it has drafts, and prompts
         self.fails_with = None  # the next start
-        self.is_held, self.goes_on = threading.Event(), threading.Event()
-        self.goes_on.set()
+        self._holds, self._is_held, self._permits = False, threading.Event(), threading.Semaphore(0)
 
     def start(self, plan, row_of, ahead=0):
         if (error := self.fails_with) is not None:
             self.fails_with = None
             raise error
         flight = super().start(plan, row_of, ahead)
-        read, has_drafts = flight.read, bool(plan.drafts)
-        self.started.append((has_drafts, bool(plan.chunks)))
+        read, waiting = flight.read, [True] if plan.drafts else []
+        self.started.append((bool(plan.drafts), bool(plan.chunks)))
 
         def held():
-            if has_drafts and not self.goes_on.is_set():
-                self.is_held.set()
-                assert self.goes_on.wait(WAIT_S)
+            if self._holds and waiting:
+                waiting.clear()
+                self._is_held.set()
+                assert self._permits.acquire(timeout=WAIT_S)
             return read()
 
         flight.read = held
         return flight
 
     def hold(self):
-        """Have the next step with drafts not end; return how many steps have been started when one is held."""
-        self.is_held.clear()
-        self.goes_on.clear()
-        assert self.is_held.wait(WAIT_S)
+        self._holds = True
+
+    def held(self):
+        """Wait until a step is held; return how many have been started."""
+        assert self._is_held.wait(WAIT_S)
         return len(self.started)
+
+    def go_on(self, holds=False):
+        """Let the step go that is held. `holds`: the next one is held."""
+        self._holds = holds
+        self._is_held.clear()
+        self._permits.release()
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +103,11 @@ def test_a_stop_ends_a_burst_where_it_stands(opened):
 def test_who_comes_while_a_step_with_drafts_is_under_way_takes_part_in_the_next(opened):
     engine, resident = opened
     expected = [one.tokens for one in without_drafts(engine, [request(prompt, 40) for prompt in FEW[:2]])]
+    resident.hold()
     first = engine.submit(request(FEW[0], 40))
-    count = resident.hold()
+    count = resident.held()
     second = engine.submit(request(FEW[1], 40))
-    resident.goes_on.set()
+    resident.go_on()
     assert [one.finish.error or one.tokens for one in (first, second)] == expected
     assert resident.started[count][1]
 
@@ -106,11 +115,13 @@ def test_who_comes_while_a_step_with_drafts_is_under_way_takes_part_in_the_next(
 def test_who_goes_while_its_draft_is_verified_changes_nothing_for_others(opened):
     engine, resident = opened
     expected = [one.tokens for one in without_drafts(engine, [request(prompt, 40) for prompt in FEW[:3]])]
-    results = [engine.submit(request(prompt, 40)) for prompt in FEW[:3]]
-    assert all(one.has_tokens.wait(WAIT_S) for one in results)
     resident.hold()
+    results = [engine.submit(request(prompt, 40)) for prompt in FEW[:3]]
+    resident.held()
+    resident.go_on(holds=True)
+    resident.held()  # of all three
     engine.abort(results[0])
-    resident.goes_on.set()
+    resident.go_on()
     assert results[0].finish.reason == "cancelled"
     assert [one.finish.error or one.tokens for one in results[1:]] == expected[1:]
     engine.settle()
@@ -138,26 +149,40 @@ def test_tokens_that_were_taken_go_out_before_a_step_that_is_waited_for(opened, 
     monkeypatch.setattr(engine.core._parts.forward, "mixed", None)  # a prompt's step is waited for
     requests = [request(FEW[0], 40), request(FEW[1][:17], 20), request(FEW[2][:30], 10)]
     expected = [one.tokens for one in without_drafts(engine, requests)]
+    resident.hold()
     results = [engine.submit(requests[0])]
-    resident.hold()
+    resident.held()
     results.append(engine.submit(requests[1]))  # all of its prompt but a token is cached: it is a decode
-    resident.goes_on.set()
-    resident.hold()
+    resident.go_on(holds=True)
+    resident.held()
     results.append(engine.submit(requests[2]))
-    resident.goes_on.set()
+    resident.go_on()
     assert [one.finish.error or one.tokens for one in results] == expected
 
 
 def test_what_was_verified_is_counted_though_the_next_step_fails(opened):
     engine, resident = opened
     without_drafts(engine, [request(FEW[0], 40)])
-    result = engine.submit(request(FEW[0], 40))
     counted(engine)
     resident.hold()
+    result = engine.submit(request(FEW[0], 40))
+    resident.held()
     resident.fails_with = RuntimeError("no launch")
-    resident.goes_on.set()
+    resident.go_on()
     assert "no launch" in result.finish.error and result.finish.usage.drafted_tokens > 0
     assert counted(engine)["bireme_draft_tokens_total"] == result.finish.usage.drafted_tokens
+
+
+def test_a_deadline_that_passes_during_a_step_takes_no_token_of_it(opened):
+    engine, resident = opened
+    without_drafts(engine, [request(FEW[0], 40)])
+    resident.hold()
+    result = engine.submit(request(FEW[0], 40))
+    resident.held()
+    (sequence,), count = engine.core.requests.running.values(), len(result.tokens)
+    engine.core.requests.deadlines.add(time.monotonic(), sequence, "late")
+    resident.go_on()
+    assert result.finish.reason == "timeout" and len(result.tokens) > count
 
 
 def test_without_an_account_of_drafts_requests_are_served_without_them(opened, monkeypatch):

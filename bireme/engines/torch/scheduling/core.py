@@ -283,10 +283,10 @@ class EngineCore:
             if plan.chunks:
                 note_chunks(plan, self._parts.prompt_work, self.num_steps, began, now)
             num_tokens = self._deliver(plan, sequences, sampled, now, partial(self._draw, computed))
+            ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._observe(plan, places, work)
             self._delivery.hand_over()
             self._num_failed_steps = 0
-            ended = time.monotonic() if plan.drafts else now  # their tokens are drawn one after the other
             self._parts.accounts.stepped(computed.path, ended - began, num_tokens)
             self._note_time(plan, work, began, ended, is_seen=bool(sequences) or self._sees_ends)
             if self._recorder is not None and scheduled is not None:

@@ -201,8 +201,7 @@ class Speculation:
             began = time.monotonic()
             if seconds := self.drafter.observe(plan, places, is_in_places, self.lengths.pays):
                 self.lengths.paid(plan, (), 0.0, seconds)
-            took = time.monotonic() - began
-            plan.drafting_s, self.observed_s = (plan.drafting_s + took, 0.0) if plan.drafts else (plan.drafting_s, took)
+            self.observed_s = time.monotonic() - began
         except Exception:
             self._turn_off()
 
