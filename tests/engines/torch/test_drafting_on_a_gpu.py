@@ -35,6 +35,7 @@ class Gpu:
     """An engine of decodes alone. A step that no draft may follow is started before the one before it has landed."""
 
     acceptance: float
+    most_s: float = 0.0  # that a step may take
     slow: dict[int, float] = field(default_factory=dict)  # seconds more of the rounds of these numbers, on the host
     slow_steps: dict[int, float] = field(default_factory=dict)  # of the steps with drafts
     now: float = 0.0
@@ -43,7 +44,7 @@ class Gpu:
 
     def __post_init__(self):
         self.costs, self.verifying, self.passes = StepCosts(), StepCosts(), PassCosts(torch.device("cpu"), True)
-        self.lengths = MeasuredLengths(self.costs, self.verifying, 1, drafting=self.passes)
+        self.lengths = MeasuredLengths(self.costs, self.verifying, 1, self.most_s, self.passes)
         self.drafter, self.is_ahead, self.said = SyntheticDrafter(self.acceptance), False, 0
 
     @property
@@ -143,6 +144,14 @@ def test_drafts_that_fail_cost_next_to_nothing(batch):
     gpu, streams = Gpu(0.1), streams_of(batch)
     assert gpu.run(streams, 300) > 0.97
     assert gpu.run(streams, 200) > 0.985
+
+
+def test_no_probe_makes_a_step_longer_than_one_may_be():
+    gpu, streams = Gpu(0.1, most_s=13e-3), streams_of(64)  # with all drafts it takes 15 ms, without 9
+    gpu.run(streams, 30)
+    gpu.seen.clear()
+    gpu.run(streams, 600)
+    assert gpu.seen[64 * LENGTH] == 0
 
 
 def test_a_batch_that_grows_is_measured_before_anything_is_believed_of_it():

@@ -151,7 +151,7 @@ class MeasuredLengths:
         count = self._most_that_pay(plan, hopes)
         self._pays = count > 0
         if not count:
-            return self._probe(offers)
+            return self._probe(plan, offers)
         chosen: dict[Sequence, int] = {}
         for _, _, sequence in hopes[:count]:
             chosen[sequence] = chosen.get(sequence, 0) + 1
@@ -198,9 +198,12 @@ class MeasuredLengths:
         if not self._shares or plan.chunks or 2 * num_sequences < len(plan.decodes):
             return False
         work = StepWork.of(plan).with_rows(len(hopes))  # read once
-        is_bounded = bool(self._most_s) and self._budget.verify_s(work) > self._most_s
         is_known = self._verifying.num_alike(work) >= _KNOWN or self._tried[_size_of(plan, hopes)] >= _TRIES
-        return not is_known and not is_bounded
+        return not is_known and self._is_allowed(work)
+
+    def _is_allowed(self, work: StepWork) -> bool:
+        """Return whether such a step with drafts takes no longer than a step may."""
+        return not self._most_s or self._budget.verify_s(work) <= self._most_s
 
     def _most_that_pay(self, plan: SchedulerOutput, hopes: list[_Hope]) -> int:
         work = StepWork.of(plan)
@@ -225,13 +228,14 @@ class MeasuredLengths:
                 best, best_count = tokens / seconds, count
         return best_count
 
-    def _probe(self, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
+    def _probe(self, plan: SchedulerOutput, offers: Mapping[Sequence, DraftOffer]) -> dict[Sequence, int]:
         self._num_left_out += 1  # not for each draft: a large batch would probe, and land, step after step
         if self._num_left_out < _PROBE_EVERY:
             return {}
         self._num_left_out = 0
         if self._shares:
-            return {sequence: offer.num_tokens for sequence, offer in offers.items()}  # so that all is measured again
+            whole = {sequence: offer.num_tokens for sequence, offer in offers.items()}  # so that all is measured again
+            return whole if self._is_allowed(StepWork.of(plan).with_rows(sum(whole.values()))) else {}
         sequence, offer = max(offers.items(), key=lambda one: self.rate(one[0], one[1].kind))
         return {sequence: min(_PROBE, offer.num_tokens)}
 
