@@ -110,7 +110,9 @@ def test_nothing_keeps_the_weights_that_were_rounded(path):
 
 
 def test_a_first_token_whose_embedding_is_zero_is_no_reason_against_a_start(path):
-    model = read_model(stored_as(open_checkpoint(path), StoredAs("FP8")), "float32", CPU)
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+    checkpoint = stored_as(open_checkpoint(path), StoredAs("FP8"))
+    model = read_model(checkpoint, dtype, torch.device(device)).to(device)
     model.model.embed_tokens.weight.data[0] = 0
     model.layers = model.model.layers
     warmup.check_layers(fuse(model, 64), model)

@@ -4,6 +4,8 @@ dequantized forward with rows of x rounded to 8 bits."""
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,6 +44,19 @@ def test_logits_are_those_of_the_dequantized_forward_with_rounded_rows(tmp_path,
     with Harness(path, max_num_tokens=64, dtype="float32") as engine:
         assert decoder_of(engine).form == "int4_groups" and engine.capacity.step_paths == ("quantized",)
         assert decoder_of(engine)._step is not None  # the layers of a decode step are one call
+        found = prompt_logprobs(engine, PROMPTS)
+    assert float((found - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_attention_that_a_checkpoint_has_plain_is_computed_plain_beside_groups(tmp_path):
+    mlps = replace(LAYOUTS["awq"], chooses=lambda name: "mlp." in name)
+    path, model = write(tmp_path, mlps, "qwen2", **WIDE)
+    with ExitStack() as rounding:
+        for layer in model.model.layers:
+            rounding.enter_context(rounded_inputs(layer.mlp))
+        expected = modules_logprobs(model, PROMPTS)
+    with Harness(path, max_num_tokens=64, dtype="float32") as engine:
+        assert decoder_of(engine).form == "int4_groups"
         found = prompt_logprobs(engine, PROMPTS)
     assert float((found - expected).norm() / expected.norm()) < 2e-2
 
