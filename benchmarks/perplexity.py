@@ -99,9 +99,16 @@ CASES = {
     "4 bits as the file has them, on a CPU": Case(is_kept=True, has_head=True, most=0.03),
     "4 bits in groups of 32, rounded alone": Case(SMALL),
     "4 bits in groups of 32 by GPTQ, large inputs first": Case(SMALL, rounding=Rounding.GPTQ_STATIC, most=0.03),
+    "4 bits in groups of 32 by GPTQ, large inputs first, attention plain": Case(
+        SMALL, rounding=Rounding.GPTQ_STATIC, only=MLP, most=0.03
+    ),
 }
 PARTS = {
     "4 bits in groups of 32 by AWQ": Case(SMALL, rounding=Rounding.AWQ),
+    "4 bits in groups of 32 by AWQ, attention plain": Case(SMALL, rounding=Rounding.AWQ, only=MLP),
+    "4 bits in groups of 32 by GPTQ, large inputs first, attention and ends plain": Case(
+        SMALL, rounding=Rounding.GPTQ_STATIC, only=MLP, plain_ends=1
+    ),
     "4 bits in groups of 32 by GPTQ": Case(SMALL, rounding=Rounding.GPTQ),
     "4 bits in groups of 64, rounded alone": Case(INT4),
     "4 bits in groups of 64 by GPTQ": Case(INT4, rounding=Rounding.GPTQ),
