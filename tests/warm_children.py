@@ -22,6 +22,7 @@ import importlib
 import inspect
 import io
 import json
+import operator
 import os
 import runpy
 import signal
@@ -31,7 +32,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -52,8 +53,15 @@ KINDS = {
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "LC_", "LANG", "TZ", "UCX_", "NIXL_", "GRPC_", "NUMBA_")
 _READ_BY_TORCH = ("OMP_", "KMP_", "GOMP_", "MKL_", "CUDA_", "TORCH", "PYTORCH")
 _PR_SET_CHILD_SUBREAPER = 36
-_NEEDS_EXEC = ("preexec_fn", "shell", "gid", "gids", "uid")
 _MOST_FDS = 200
+# Of what `Popen` is asked beside the program: with which values a fork begins as an interpreter would.
+_FITS_A_FORK: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("preexec_fn", "shell", "gid", "gids", "uid"), operator.not_),
+    "close_fds": bool,
+    "umask": lambda umask: umask < 0,
+    "process_group": lambda group: group in (None, -1),
+    "pass_fds": lambda fds: len(fds) <= _MOST_FDS,
+}
 _LEAVE_S = 10.0
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -91,11 +99,10 @@ class WarmChildren:
             self._drop(kind, _LEAVE_S)
 
     def kind_of(
-        self, args: Any, *, env: Mapping[str, str] | None = None, executable: Any = None, close_fds: bool = True,
-        pass_fds: Sequence[int] = (), cwd: Any = None, umask: int = -1, process_group: int | None = None, **others: Any,
-    ) -> str | None:  # fmt: skip
+        self, args: Any, *, env: Mapping[str, str] | None = None, executable: Any = None, cwd: Any = None, **others: Any
+    ) -> str | None:
         """Return what is run, if a server can have it begin as a new interpreter would."""
-        if isinstance(args, str | bytes | os.PathLike) or any(others.get(name) for name in _NEEDS_EXEC):
+        if isinstance(args, str | bytes | os.PathLike):
             return None
         words = [os.fsdecode(word) for word in args]
         if words[1:2] == ["-P"]:
@@ -103,7 +110,7 @@ class WarmChildren:
         if len(words) < 2 or not _is_this_python(words[0]) or executable not in (None, args[0]):
             return None
         kind = words[2] if words[1] == "-m" and len(words) > 2 else os.path.relpath(words[1], CHECKOUT)
-        is_plain = close_fds and umask < 0 and process_group in (None, -1) and len(pass_fds) <= _MOST_FDS
+        is_plain = all(fits(others[name]) for name, fits in _FITS_A_FORK.items() if name in others)
         if kind not in KINDS or "--standby" in words or not is_plain or _has_other_packages(cwd or os.getcwd()):
             return None
         return kind if self._is_known(kind, os.environ if env is None else env) else None
