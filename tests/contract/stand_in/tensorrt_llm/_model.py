@@ -4,6 +4,7 @@ fast as in transformers, on which most of the tests' time would go; every other 
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,14 +38,20 @@ def load_tokenizer(folder: str | Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def load(folder: Path, dtype: torch.dtype) -> Llama | Transformers | Pictured:
+def load(folder: Path, dtype: torch.dtype) -> Llama | Transformers:
     tree = json.loads((folder / "config.json").read_text())
     rope = tree.get("rope_parameters", {})
     if "vision_config" in tree:
-        return Pictured(folder, dtype)
+        return _loaded_once(Pictured, folder, dtype)
     if all(tree.get(name) == value for name, value in _PLAIN.items()) and rope.get("rope_type") == "default":
         return Llama(folder, tree, dtype)
-    return Transformers(folder, dtype)
+    return _loaded_once(Transformers, folder, dtype)
+
+
+@functools.cache
+def _loaded_once(kind: type[Transformers], folder: Path, dtype: torch.dtype) -> Transformers:
+    """Engines of one process share what none of them changes: to load it is most of their start."""
+    return kind(folder, dtype)
 
 
 @dataclass
@@ -82,13 +89,22 @@ class Llama:
             raise ValueError(str(error)) from error
         self.text_config = SimpleNamespace(**tree)
         self._weights, self._eps = weights, tree["rms_norm_eps"]
-        self._head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+        self._embeddings = weights["model.embed_tokens.weight"]
+        self._head = weights.get("lm_head.weight", self._embeddings).t().contiguous()  # half the time for one row
+        self._num_turned = tree["num_attention_heads"] + tree["num_key_value_heads"]
         self._num_heads, self._head_dim = tree["num_attention_heads"], tree["head_dim"]
+        for layer in range(tree["num_hidden_layers"]):  # what has one input is one product: a step is mostly calls
+            name = f"model.layers.{layer}."
+            self._join(f"{name}self_attn.", ("q_proj", "k_proj", "v_proj"))
+            self._join(f"{name}mlp.", ("gate_proj", "up_proj"))
         self._frequencies = tree["rope_parameters"]["rope_theta"] ** -(
             torch.arange(0, self._head_dim, 2).float() / self._head_dim
         )
         self._dtype = dtype
         self._turn_up_to(_FIRST_POSITIONS)
+
+    def _join(self, name: str, parts: tuple[str, ...]) -> None:
+        self._weights[f"{name}joint.weight"] = torch.cat([self._weights.pop(f"{name}{part}.weight") for part in parts])
 
     def _turn_up_to(self, num_positions: int) -> None:
         angles = torch.outer(torch.arange(num_positions), self._frequencies)
@@ -105,25 +121,24 @@ class Llama:
         if end > len(self._cos):
             self._turn_up_to(2 * end)
         cos, sin = self._cos[held:end], self._sin[held:end]
-        x = F.embedding(torch.tensor(ids), self._weights["model.embed_tokens.weight"])
+        x = self._embeddings[ids[0] : ids[0] + 1] if len(ids) == 1 else self._embeddings[ids]
         for layer in range(self.text_config.num_hidden_layers):
             name = f"model.layers.{layer}."
             x = x + self._attend(name, self._norm(x, name + "input_layernorm"), cos, sin, cache, layer)
             inner = self._norm(x, name + "post_attention_layernorm")
-            gate = F.silu(self._linear(inner, name + "mlp.gate_proj"))
-            x = x + self._linear(gate * self._linear(inner, name + "mlp.up_proj"), name + "mlp.down_proj")
-        return F.linear(self._norm(x, "model.norm"), self._head)
+            gate, up = self._linear(inner, name + "mlp.joint").chunk(2, -1)
+            x = x + self._linear(F.silu(gate) * up, name + "mlp.down_proj")
+        return self._norm(x, "model.norm") @ self._head
 
     def _attend(self, name: str, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, layer: int) -> Tensor:
-        q, k, v = (
-            self._linear(x, f"{name}self_attn.{one}_proj").view(len(x), -1, self._head_dim).transpose(0, 1)[None]
-            for one in "qkv"
-        )
-        keys, values = cache.update(_rotate(k, cos, sin), v, layer)
+        joint = self._linear(x, name + "self_attn.joint").view(1, len(x), -1, self._head_dim).transpose(1, 2)
+        turned = _rotate(joint[:, : self._num_turned], cos, sin)
+        q, k = turned[:, : self._num_heads], turned[:, self._num_heads :]
+        keys, values = cache.update(k, joint[:, self._num_turned :], layer)
         mask = None
         if len(x) > 1:
             mask = torch.ones(len(x), keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - len(x))
-        out = F.scaled_dot_product_attention(_rotate(q, cos, sin), keys, values, mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=True)
         return self._linear(out[0].transpose(0, 1).reshape(len(x), -1), name + "self_attn.o_proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
