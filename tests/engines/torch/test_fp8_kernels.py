@@ -83,6 +83,15 @@ def test_torchs_product_of_rounded_rows_is_ours(randn, form, rows):
     close(rounded_linear.torchs(*given), rounded_linear.ours(*given), atol=0.5, rtol=0.01)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("blocks", [1, 3, 4])
+def test_rows_of_blocks_that_cublas_would_take_for_padded_ones_are_multiplied_right(randn, blocks):
+    weight = stored(randn(512, 128 * blocks), WeightForm.FP8_BLOCKS)
+    values, scales = row_wise.rounded_rows(randn(40, 128 * blocks).bfloat16(), WeightForm.FP8_BLOCKS)
+    given = (values, scales, weight, torch.bfloat16)
+    close(rounded_linear.rounded_linear(*given), rounded_linear.ours(*given), atol=0.5, rtol=0.01)
+
+
 @pytest.mark.parametrize(
     ("form", "error", "is_raised"),
     [

@@ -23,6 +23,7 @@ logger = logging.getLogger("bireme.engines.torch")
 
 FEW_ROWS = 64  # up to which our kernel is the quicker one, where there are no blocks
 _STEP = 8  # of rows: cuBLASLt has no product with blocks for others, whose scales it finds unaligned
+_SCALES_STEP = 4  # of blocks in a weight's row: cuBLAS reads the scales of 128 x 128 as if rows were padded to it
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -145,7 +146,8 @@ def _is_torchs(x: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> bool:
         return False
     if weight.form is WeightForm.FP8_CHANNEL:
         return len(x) > FEW_ROWS
-    return len(x) % _STEP == 0 and _takes_blocks(x.device.index or 0)
+    is_taken = len(x) % _STEP == 0 and weight.scales.shape[1] % _SCALES_STEP == 0
+    return is_taken and _takes_blocks(x.device.index or 0)
 
 
 @functools.cache
