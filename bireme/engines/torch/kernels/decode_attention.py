@@ -228,9 +228,10 @@ def num_stages(rows: int, dtype: torch.dtype) -> int:
 def _resources(rows: int, dtype: torch.dtype, kept: torch.dtype, pad_k: int) -> dict[str, int | None]:
     """Return what a program is given; `kept`: the pools' dtype.
 
-    With 128 registers a thread a multiprocessor has room for four programs, which few rows need over pools of 8 bits.
+    With 128 registers a thread a multiprocessor has room for four programs. Of up to 8 rows joining takes more
+    (`at_once`), and would spill.
     """
-    has_most = (rows > 32 or kept.itemsize == 1) and dtype.itemsize == 2 and pad_k <= 128
+    has_most = rows > (8 if kept.itemsize == 1 else 32) and dtype.itemsize == 2 and pad_k <= 128
     return {"num_warps": 4, "num_stages": num_stages(rows, dtype), "maxnreg": 128 if has_most else None}
 
 
