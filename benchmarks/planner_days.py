@@ -8,6 +8,7 @@ that hold the targets as often as any, within 0.1% of requests: some 25 simulati
     python benchmarks/planner_days.py --days chats,agents
     python benchmarks/planner_days.py --recorded mooncake_conversation.jsonl --jobs 2
     python benchmarks/planner_days.py --days chats --hours 3      # in a minute
+    python benchmarks/planner_days.py --days agents --bound 3+5   # how many fewer hours who knows the day needs
 
 The table comes first, then the aims; the last line of stdout is one JSON document. A last request, alone, comes a
 quarter of an hour after the others: by then sizes are to be back at the minimum.
@@ -31,6 +32,7 @@ from typing import Any, get_args
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a program: it runs from any folder
 
 from benchmarks.options import chosen
+from benchmarks.planner_oracle import Schedule, Witness, needs_of
 from bireme.config import MockerConfig, RouterConfig
 from bireme.conversion import convert
 from bireme.planner.capacity import PlannedEngine
@@ -42,7 +44,8 @@ from bireme.planner.simulated import SimulatedScaler
 from bireme.sizing.simulator.cluster import ClusterSettings, simulate
 from bireme.sizing.simulator.days import DAY_S, HOUR_S, agents_day, chats_day, recorded_day
 from bireme.sizing.simulator.outcome import Outcome
-from bireme.sizing.simulator.trace import SimulatedRequest, read_traces, spread_out
+from bireme.sizing.simulator.scaling import Scaler
+from bireme.sizing.simulator.trace import SimulatedRequest, endless_hits, read_traces, spread_out
 from bireme.sizing.simulator.worker import SimulatedEngine
 from bireme.sizing.step_times import StepTimes, TransferTimes
 
@@ -59,6 +62,8 @@ DYNAMO_INTERVAL_S = 180.0  # its default
 EQUAL_SHARES = 0.001  # of requests within the targets
 AIM_HOURS = 0.90
 AIM_REVERSALS = 1  # of a stage, in ten minutes
+# What the oracle tries: margins of both stages, 0 for as many as the fixed size has, and the least of decode
+BOUNDS = ((0.0, 1.0, 1), (0.0, 1.0, 2), (0.0, 1.4, 3), (0.0, 1.4, 4), (1.0, 0.0, 1), (2.0, 0.0, 1), (2.0, 1.4, 3))
 AIM_IDLE = 2  # intervals without a request until sizes are at their minimum
 
 
@@ -67,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "recorded" in options.days and options.recorded is None:
         print("planner_days: --recorded FILE, Mooncake's conversation trace, or --days chats,agents", file=sys.stderr)
         return 2
+    if options.bound is not None:
+        return tell_bound(options)
     rows = list[dict[str, Any]]()
     print(f"{'':<32}{'sizes':>8}{'SLO held':>10}{'worker-hours':>14}{'in 10 min':>11}{'most GPUs':>11}{'CPU s':>8}")
     with ProcessPoolExecutor(options.jobs) as pool:
@@ -113,25 +120,87 @@ def settings_of(day: str, options: argparse.Namespace) -> PlannerSettings:
 
 def run_one(day: str, options: argparse.Namespace, what: str | tuple[int, int]) -> dict[str, Any]:
     """Simulate a day with the planner, Dynamo's rule or a fixed size; a row of figures."""
-    requests = requests_of(day, options.recorded, options.seed, options.hours)
-    bounds, planned = settings_of(day, options), PlannedEngine(TIMES, kv_tokens=ENGINE.num_blocks * 512)
-    cluster = ClusterSettings(
-        1, 1, ENGINE, ENGINE, router=convert(ROUTER, RouterConfig, "ROUTER"), start_s=options.start_s,
-        interval_s=bounds.interval_s, ttft_s=bounds.ttft_ms / 1e3, itl_s=bounds.itl_ms / 1e3, seed=options.seed,
-    )  # fmt: skip
-    scaler = None
+    bounds, planned = settings_of(day, options), planned_engine()
+    begin_s = time.process_time()
+    scaler, interval_s, sizes = None, bounds.interval_s, (1, 1)
     if what == "planner":
         planner = WorkerPlanner(bounds, planned, planned, make_predictor(options.predictor))
         scaler = SimulatedScaler(planner.decide)
     elif what == "dynamo":
         rule = DynamoRule(bounds, DynamoProfile(planned, planned))
         scaler = SimulatedScaler(lambda observation, now: rule.decide(observation))
-        cluster = dataclasses.replace(cluster, interval_s=DYNAMO_INTERVAL_S)
+        interval_s = DYNAMO_INTERVAL_S
     else:
-        cluster = dataclasses.replace(cluster, num_prefill=what[0], num_decode=what[1])  # type: ignore[arg-type]
-    begin_s = time.process_time()
-    outcome = simulate(requests, "kv", cluster, lambda done: None, scaler)
+        sizes = what  # type: ignore[assignment]
+    outcome = run_day(day, options, sizes, interval_s, scaler)
     return figures_of(day, what, outcome, scaler, bounds) | {"cpu_s": time.process_time() - begin_s}
+
+
+def planned_engine() -> PlannedEngine:
+    return PlannedEngine(TIMES, kv_tokens=ENGINE.num_blocks * 512)
+
+
+def run_day(
+    day: str, options: argparse.Namespace, sizes: tuple[int, int], interval_s: float, scaler: Scaler | None
+) -> Outcome:
+    """Simulate a day that begins with these sizes."""
+    cluster = ClusterSettings(
+        *sizes, ENGINE, ENGINE, router=convert(ROUTER, RouterConfig, "ROUTER"), start_s=options.start_s,
+        interval_s=interval_s, ttft_s=TTFT_MS[day] / 1e3, itl_s=ITL_MS[day] / 1e3, seed=options.seed,
+    )  # fmt: skip
+    requests = requests_of(day, options.recorded, options.seed, options.hours)
+    return simulate(requests, "kv", cluster, lambda done: None, scaler)
+
+
+def tell_bound(options: argparse.Namespace) -> int:
+    """Print what a fixed size holds, and what schedules of one that knows the day do."""
+    print(f"{'':<32}{'sizes':>8}{'SLO held':>10}{'worker-hours':>14}{'in 10 min':>11}{'most GPUs':>11}{'CPU s':>8}")
+    rows = list[dict[str, Any]]()
+    for day in options.days:
+        settings, witness = settings_of(day, options), Witness(options.bound)
+        seen = run_day(day, options, options.bound, settings.interval_s, witness)
+        fixed = figures_of(day, options.bound, seen, None, settings) | {"cpu_s": 0.0}
+        print_row(fixed)
+        rows.append(fixed)
+        requests = requests_of(day, options.recorded, options.seed, options.hours)
+        hopeless, limit_s = {id(one) for one in too_long(requests, settings)}, settings.ttft_ms / 1e3
+        late = {id(one) for one, ttft_s in zip(seen.requests, seen.ttft_s, strict=True) if ttft_s > limit_s}
+        print(
+            f"{day}: {len(hopeless)} prompts take longer than {settings.ttft_ms:g} ms on idle workers with all caches;"
+            f" {len(late & hopeless)} of the {len(late)} late ones"
+        )
+        holds = list[float]()
+        for prefill, decode, least in BOUNDS:
+            begin_s = time.process_time()
+            needs = needs_of(witness, seen, planned_engine(), settings, (prefill, decode))
+            schedule = Schedule((needs[0], [max(one, least) for one in needs[1]]), settings)
+            scaler = SimulatedScaler(lambda observation, now, schedule=schedule: schedule.decide(now))  # type: ignore[misc]
+            outcome = run_day(day, options, schedule.at(0.0), settings.interval_s, scaler)
+            row = figures_of(day, f"oracle {prefill:g} {decode:g} {least}", outcome, scaler, settings)
+            print_row(row | {"cpu_s": time.process_time() - begin_s})
+            rows.append(row)
+            if row["good_share"] >= fixed["good_share"]:
+                holds.append(row["worker_hours"] / fixed["worker_hours"])
+        told = f"{min(holds):.0%} of its hours" if holds else "in none of these schedules"
+        print(f"{day}: {fixed['good_share']:.2%} held as by {options.bound[0]}+{options.bound[1]}: {told}")
+    print(json.dumps({"benchmark": "planner_days", "options": vars(options), "rows": rows}))
+    return 0
+
+
+def too_long(requests: Sequence[SimulatedRequest], settings: PlannerSettings) -> list[SimulatedRequest]:
+    """Return whose prompt alone takes longer than the target, where all prompts before it are in the caches."""
+    return [
+        one
+        for one, cached in zip(requests, endless_hits(requests), strict=True)
+        if planned_engine().prompt_ms(one.num_prompt - cached) > settings.ttft_ms
+    ]
+
+
+def sizes_of(text: str) -> tuple[int, int]:
+    prefill, _, decode = text.partition("+")
+    if not (prefill.isdecimal() and decode.isdecimal() and min(int(prefill), int(decode)) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r}: prefill and decode workers, as 3+5")
+    return int(prefill), int(decode)
 
 
 def figures_of(
@@ -236,6 +305,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--interval-s", type=float, default=60.0)
     parser.add_argument("--start-s", type=float, default=60.0)
     parser.add_argument("--most", type=int, default=MOST, help="workers of each stage")
+    parser.add_argument("--bound", type=sizes_of, metavar="P+D", help="a fixed size, and what knowing the day saves")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="simulations at a time")
     return parser.parse_args(arguments)

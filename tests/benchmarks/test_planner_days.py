@@ -1,8 +1,13 @@
 """What holds of the planner on any day, on two short ones; and how the best fixed size is found."""
 
+import argparse
+import operator
+import re
+
 import pytest
 
-from benchmarks import planner_days
+from benchmarks import planner_days, planner_oracle
+from bireme.planner.simulated import reversals
 from bireme.sizing.simulator.days import agents_day, chats_day, recorded_day
 from bireme.sizing.simulator.synthetic import conversations
 
@@ -63,3 +68,35 @@ def test_a_recorded_hour_keeps_whole_chats_and_their_shared_blocks():
     chats = {int(one.blocks[1]) for one in hour if len(one.blocks) > 1}
     assert {int(one.blocks[0]) for one in found} == {int(hour[0].blocks[0])}
     assert len({int(one.blocks[1]) for one in found if len(one.blocks) > 1}) > len(chats)
+
+
+def test_an_oracle_s_workers_come_before_they_are_needed_and_turn_once_in_ten_intervals():
+    needs = [1] * 12 + [3] + [1] * 14 + [2] + [1] * 12
+    found = planner_oracle.steady(needs, 2, 10)
+    assert found[9:24] == [1, *[3] * 13, 2] and found[25:38] == [2] * 13  # the dip between them is too short
+    assert reversals(found, range(len(found)), 10)[1] <= 1 and all(map(operator.ge, found, needs))
+
+
+def test_an_oracle_keeps_a_stage_as_seen_and_sizes_the_other_by_its_busiest_moments():
+    options = planner_days.parse(["--days", "agents", "--hours", "0.5", "--most", "4", "--bound", "2+3"])
+    settings, witness = planner_days.settings_of("agents", options), planner_oracle.Witness(options.bound)
+    outcome = planner_days.run_day("agents", options, options.bound, settings.interval_s, witness)
+    engine = planner_days.planned_engine()
+    prefill, decode = planner_oracle.needs_of(witness, outcome, engine, settings, (0.0, 1.0))
+    assert set(prefill) == {2} and len(prefill) == len(decode) == len(witness.seen)
+    assert min(decode) == 1 < max(decode) <= 4
+    prefill, decode = planner_oracle.needs_of(witness, outcome, engine, settings, (1.5, 0.0))
+    assert set(decode) == {3} and min(prefill) == 1 < max(prefill) <= 4
+
+
+def test_prompts_that_take_too_long_alone_are_told_from_those_that_wait():
+    options = planner_days.parse(["--days", "chats", "--hours", "0.5"])
+    requests = planner_days.requests_of("chats", None, 1, 0.5)
+    found = planner_days.too_long(requests, planner_days.settings_of("chats", options))
+    assert len(found) < len(requests) and all(one.num_prompt > 29_000 for one in found)
+
+
+@pytest.mark.parametrize("text", ["3", "3+0", "a+b", "+5"])
+def test_a_fixed_size_has_workers_of_both_stages(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(repr(text))):
+        planner_days.sizes_of(text)
