@@ -151,6 +151,7 @@ def test_a_predicted_output_is_drafted_and_changes_no_token(engine):
     first = without_drafts(engine, [request(PROMPTS[3])])[0].tokens
     edited = np.array([*first[:20], 5, 6, *first[22:]], "<i4").tobytes()
     with Harness(engine.engine._context.model_path, speculative_config=NGRAM) as fresh:
+        fresh.core._parts.speculation.lengths = WholeDrafts()  # whatever steps take on this machine
         result = fresh.submit(request(PROMPTS[3], prediction=edited))
         assert result.finish.error or result.tokens == first
         assert result.finish.usage.accepted_tokens > 20
