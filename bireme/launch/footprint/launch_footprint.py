@@ -239,11 +239,12 @@ class LaunchFootprint:
 
     def _excluded_problems(self, worker: WorkerFootprint) -> Iterator[FitProblem]:
         """Of modules that can't be left out of what is rounded."""
-        entry, folder = self._recipe.workers[worker.stage], Path(self._recipe.worker_model_path(worker.stage))
+        entry = self._recipe.workers[worker.stage]
         asked = entry.engine_config.quant_config
-        if not asked.exclude_modules or not entry.kind.has_footprint or not folder.is_dir():
+        if not asked.exclude_modules or not entry.kind.has_footprint:
             return
         try:
+            folder = Path(self._recipe.worker_model_path(worker.stage))
             config = read_config(folder)
             num_layers = len(read_shape(config).windows)
         except ConfigError:

@@ -99,6 +99,12 @@ def test_modules_that_cannot_be_left_plain_are_refused_before_the_start(recipe, 
     assert str(found).startswith(f"workers.decode.engine_config.quant_config.exclude_modules: {said}")
 
 
+def test_a_model_that_is_still_to_be_made_is_no_problem_of_the_memory_of_an_engine_without_weights(tmp_path):
+    tree = {"model": "models/tiny-none", "workers": {"decode": {"engine": "mocker"}}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(tree))
+    assert not problems(load_recipe(str(tmp_path)), MachineMemory(64 * GIB))
+
+
 @pytest.mark.parametrize("left_out", [[], ["model.layers.*.self_attn*", "lm_head"]])
 def test_quantization_in_modelopts_own_file_counts_as_that_in_config_json(recipe, left_out):
     told, machine = {"quant_algo": "FP8", "exclude_modules": left_out}, MachineMemory(64 * GIB, gpus=(80 * GIB,))
