@@ -105,6 +105,9 @@ CASES = {
 }
 PARTS = {
     "FP8_PER_CHANNEL_PER_TOKEN and FP8 KV, attention plain": Case(CHANNEL, PER_ROW, is_kv=True, only=MLP, most=0.015),
+    "FP8_PER_CHANNEL_PER_TOKEN and FP8 KV, attention, first and last layer plain": Case(
+        CHANNEL, PER_ROW, is_kv=True, only=MLP, plain_ends=1, most=0.015
+    ),
     "FP8_BLOCK_SCALES and FP8 KV": Case(BLOCKS, PER_GROUP, is_kv=True, most=0.015),
     "4 bits in groups of 32 by AWQ": Case(SMALL, rounding=Rounding.AWQ),
     "4 bits in groups of 32 by AWQ, attention plain": Case(SMALL, rounding=Rounding.AWQ, only=MLP),
