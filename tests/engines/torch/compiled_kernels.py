@@ -163,7 +163,8 @@ def fp8_kv() -> None:
     constants |= dict.fromkeys(("HAS_NORM", "HAS_SOFTCAP", "HAS_SINKS"), False)
     made = build(kernel, types, constants, is_aligned=True, maxnreg=128)
     assert ".shared.b8" not in made.asm["ptx"], "values are loaded a byte at a time"
-    build(kernel, types | dict.fromkeys(("qkv", "q_norm", "k_norm", "out", "sinks"), FP32), constants)
+    for other in (FP32, FP16):
+        build(kernel, types | dict.fromkeys(("qkv", "q_norm", "k_norm", "out", "sinks"), other), constants)
 
 
 def draws() -> None:

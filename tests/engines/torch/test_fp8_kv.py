@@ -123,6 +123,23 @@ def test_a_step_of_decodes_and_prompts_stores_and_attends_to_what_it_keeps(randn
     close(chunked, expected.flatten(1))
 
 
+def test_a_step_in_float16_attends_to_what_is_kept(randn):
+    """Which has no room for numbers 2**120 times too small, as pairs of 8 bits are for other dtypes."""
+    qkv, how = randn(3, (HEADS + 2 * NUM_KV) * SIZE).half(), Rotary(randn(200, SIZE), 1e-6)
+    slots, positions = (np.array(values, dtype=np.int32) for values in ([2, 0, 1], [0, 130, 70]))
+    (keys, values), _ = pools(randn)
+    table = torch.randperm(BLOCKS, device=DEVICE).view(3, 20).int()
+    scratch = decode_attention.Scratch.make(3, HEADS, NUM_KV, SIZE, torch.device(DEVICE))
+
+    def attended(rows):
+        parts = decode_attention.cut_into_parts(slots, positions, 16, 16, 0, decode_attention.tile_of(rows.dtype, SIZE))
+        told = torch.from_numpy(parts).to(DEVICE)
+        given = (told, table, keys.clone(), values.clone(), scratch, BLOCK_SIZE, HEADS, 0.3)
+        return decode_attention.decode_attention(rows, how, *given, scales=SCALES)
+
+    close(attended(qkv).float(), attended(qkv.float()), atol=0.02, rtol=0.02)
+
+
 def test_modules_store_what_the_kernels_do(randn):
     pool = torch.zeros(30, NUM_KV * SIZE, device=DEVICE).to(E4M3)
     new, slots = 300 * randn(1, NUM_KV, 5, SIZE), torch.tensor([3, 9, 1, 29, 7], device=DEVICE)

@@ -97,7 +97,7 @@ def _attention_kernel(
         own_block = tl.load(own_table + position // BLOCK_SIZE).to(tl.int64)
         largest = tl.full([PAD_G], -1e30, tl.float32)
         total = tl.zeros([PAD_G], tl.float32)
-        sums, odd_sums = no_sums(PAD_G, PAD_K, values)
+        sums, odd_sums = no_sums(PAD_G, PAD_K, values, q)
         even_q, odd_q = halves_of_queries(q, keys)
         for tile in range(begin, end):
             at = tile * TILE + t
@@ -116,7 +116,7 @@ def _attention_kernel(
             )
             total = total * shrink + tl.sum(weight, 1)
             largest = new_largest
-        sums = whole_sums(sums, odd_sums, values)
+        sums = whole_sums(sums, odd_sums, values, q)
         start_next(CHAINED & IS_ALONE)
         if number == used - 1:  # the token itself
             kept_key, kept_value = as_kept(new_key, key_inverse, keys), as_kept(new_value, value_inverse, values)

@@ -32,7 +32,7 @@ def as_computed(kept, like, IS_GPU: tl.constexpr) -> tl.tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def halves_of_queries(q, pool) -> tuple[tl.tensor, tl.tensor]:
     """Return what `scores` multiplies keys of this pool with, for queries (M, PAD_K)."""
-    if pool.dtype.element_ty == tl.float8e4nv:
+    if (pool.dtype.element_ty == tl.float8e4nv) & (q.dtype != tl.float16):
         even, odd = tl.split(tl.reshape(q.to(tl.float32) * 2.0**100, [q.shape[0], q.shape[1] // 2, 2]))
         return even.to(q.dtype), odd.to(q.dtype)
     else:
@@ -56,9 +56,10 @@ def scores(
 
     A pool of 8-bit floats is read as pairs, and elements of even numbers are multiplied apart from those of odd ones.
     So a value that is converted lies where the product wants it: tensor cores' operands are pairs of 16 bits, and
-    there are loads from shared memory for those. Loading single bytes took more instructions than all else.
+    there are loads from shared memory for those. Loading single bytes took more instructions than all else. Such pairs
+    are 2 ** 120 times too small, which float16 has no numbers for: it has each element converted whole.
     """
-    if keys.dtype.element_ty == tl.float8e4nv:
+    if (keys.dtype.element_ty == tl.float8e4nv) & (even_q.dtype != tl.float16):
         k: tl.constexpr = K // 2
         at = tl.arange(0, PAD_K // 2)
         pairs = keys.to(tl.pointer_type(tl.int16)) + rows[None, :] * k + at[:, None]
@@ -69,13 +70,13 @@ def scores(
     else:
         at = tl.arange(0, PAD_K)
         key = tl.load(keys + rows[None, :] * K + at[:, None], is_there[None, :] & (at < K)[:, None], 0.0)
-        return tl.dot(even_q, key, input_precision=PRECISION) * scaling
+        return tl.dot(even_q, as_computed(key, even_q, IS_GPU), input_precision=PRECISION) * scaling
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def no_sums(M: tl.constexpr, PAD_K: tl.constexpr, pool) -> tuple[tl.tensor, tl.tensor]:
+def no_sums(M: tl.constexpr, PAD_K: tl.constexpr, pool, like) -> tuple[tl.tensor, tl.tensor]:
     """Return what `add_values` adds to: of 8-bit floats the sums of even elements and of odd ones, else sums."""
-    if pool.dtype.element_ty == tl.float8e4nv:
+    if (pool.dtype.element_ty == tl.float8e4nv) & (like.dtype != tl.float16):
         return tl.zeros([M, PAD_K // 2], tl.float32), tl.zeros([M, PAD_K // 2], tl.float32)
     else:
         return tl.zeros([M, PAD_K], tl.float32), tl.zeros([M, 1], tl.float32)
@@ -97,7 +98,7 @@ def add_values(
     IS_GPU: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Add a tile's weighted values, less their scale; see `scores`."""
-    if values.dtype.element_ty == tl.float8e4nv:
+    if (values.dtype.element_ty == tl.float8e4nv) & (like.dtype != tl.float16):
         k: tl.constexpr = K // 2
         at = tl.arange(0, PAD_K // 2)
         pairs = values.to(tl.pointer_type(tl.int16)) + rows[:, None] * k + at[None, :]
@@ -108,14 +109,15 @@ def add_values(
     else:
         at = tl.arange(0, PAD_K)
         value = tl.load(values + rows[:, None] * K + at[None, :], is_there[:, None] & (at < K)[None, :], 0.0)
+        value = as_computed(value, like, IS_GPU)
         sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
     return sums, odd_sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def whole_sums(sums, odd_sums, pool) -> tl.tensor:
+def whole_sums(sums, odd_sums, pool, like) -> tl.tensor:
     """Return the sums (M, PAD_K) of all elements."""
-    if pool.dtype.element_ty == tl.float8e4nv:
+    if (pool.dtype.element_ty == tl.float8e4nv) & (like.dtype != tl.float16):
         joined = tl.reshape(tl.join(sums, odd_sums), [sums.shape[0], 2 * sums.shape[1]])
         return joined * 2.0**20
     else:

@@ -68,7 +68,7 @@ class DraftLengths(Protocol):
 
     @property
     def pays(self) -> bool:
-        """Drafts paid when it was asked last, or nobody knows."""
+        """Drafts paid when it was asked last; before that, they do where no step has to be measured first."""
 
 
 class PromptsAlone:
