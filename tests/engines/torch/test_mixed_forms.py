@@ -12,7 +12,7 @@ from bireme.config import EngineConfig, QuantConfig
 from bireme.engines.torch import kernels
 from bireme.engines.torch.forward import warmup
 from bireme.engines.torch.forward.decoder_weights import fuse
-from bireme.engines.torch.forward.products import products_for
+from bireme.engines.torch.forward.products import FewStoredRows, OneRow, products_for
 from bireme.engines.torch.forward.weight_form import choose_form
 from bireme.engines.torch.storage import StoredAs, WeightForm, form_of
 from bireme.engines.torch.weights.checkpoint import open_checkpoint, read_model, stored_as
@@ -105,6 +105,13 @@ def test_each_product_of_mixed_layers_is_its_modules(plain_path, algo, left, mon
     x = 0.02 * torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(weights.embeddings)
     whole, steps = through(weights, x.clone()), through(weights, x.clone(), True)
     torch.testing.assert_close(whole, steps, rtol=0, atol=float(steps.abs().max()) * (0.02 if IS_GPU else 1e-4))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", OneRow), ("bfloat16", OneRow), ("float16", FewStoredRows)])
+def test_a_row_that_may_be_too_large_before_its_norms_scale_has_it_first(plain_path, dtype, kind):
+    model = read_model(stored_as(open_checkpoint(plain_path), StoredAs("W4A16_GPTQ", 128)), DTYPE, DEVICE).to(DEVICE)
+    row = torch.zeros(1, 128, dtype=getattr(torch, dtype), device=DEVICE)
+    assert type(products_for(fuse(model, 64), row, True)) is kind
 
 
 def through(weights, x, is_step_by_step=False):

@@ -7,8 +7,8 @@
 | plain | others | ManyRows | cuBLAS's | as they are |
 | fp8_channel, fp8_blocks | 1, anywhere | OneRow | kernels/one_row_fp8.py, norms and gate within | as they are |
 | the same | more | RoundedRows | kernels/rounded_linear.py: torch's, or ours | rounded by norm and gate |
-| int4_groups, of whole blocks | 1, anywhere | OneRow | kernels/one_row_int4.py, norms and gate within | as they are |
-| the same, or finer groups | to 512 | FewStoredRows | kernels/int4_linear.py, the gate within | as they are |
+| int4_groups, whole blocks, no float16 | 1, anywhere | OneRow | kernels/one_row_int4.py, as above | as they are |
+| the same, float16, or finer groups | to 512 | FewStoredRows | kernels/int4_linear.py, the gate within | as they are |
 | the same | more | ManyRows | cuBLAS's, with a matrix that is made plain for it | as they are |
 
 Embeddings, norms, routers and the head are plain in every form. So may projections be beside others that are not: the
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def products_for(
         kind = RoundedRows
     elif weights.form is WeightForm.INT4_GROUPS:
         kind = FewStoredRows if rows <= MOST_INT4_ROWS else ManyRows
-        if rows == 1 and _is_of_blocks(weights):
+        if rows == 1 and _are_of_one_row(weights, x.dtype):
             kind = OneRow
     elif weights.form is not WeightForm.PLAIN:
         kind = OneRow
@@ -231,10 +232,13 @@ def _many_rows(
     return product if add_to is None else add_to.add_(product)
 
 
-def _is_of_blocks(weights: DecoderWeights) -> bool:
-    """Return whether products of one row take all matrices of 4 bits."""
+def _are_of_one_row(weights: DecoderWeights, dtype: torch.dtype) -> bool:
+    """Return whether products of one row take all matrices of 4 bits.
+
+    What they round is a row times a norm's weights, before the norm's scale: that may exceed float16's largest number.
+    """
     matrices = (part for layer in weights.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    return all(takes(weight) for weight in matrices if isinstance(weight, Int4Weight))
+    return dtype is not torch.float16 and all(takes(weight) for weight in matrices if isinstance(weight, Int4Weight))
 
 
 def _one_row(x: Tensor, weight: Weight, *given: Any, **how: Any) -> Tensor:
