@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import threading
 from typing import Any
 
 from tests.engines.torch.quick_operators import quick_operators
+from tests.engines.torch.whole_grids import run_whole_grids
 
 
 def make_quick() -> None:
@@ -31,7 +31,7 @@ def make_quick() -> None:
         interpreter.InterpretedFunction.__call__ = _quick_call(interpreter)
         _share_shapes(interpreter.tl.core)
         _round_as_gpus_do(interpreter)
-        _run_one_at_a_time(interpreter)
+        run_whole_grids(interpreter)
 
 
 def _quick_dtype(interpreter: Any) -> Any:
@@ -157,17 +157,6 @@ def _quick_call(interpreter: Any) -> Any:
             raise interpreter.InterpreterError(repr(error)) from error
 
     return call
-
-
-def _run_one_at_a_time(interpreter: Any) -> None:
-    """Engines of one process have a thread each, and the interpreter has one grid."""
-    run, lock = interpreter.GridExecutor.__call__, threading.RLock()
-
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return run(self, *args, **kwargs)
-
-    interpreter.GridExecutor.__call__ = alone
 
 
 def _round_as_gpus_do(interpreter: Any) -> None:

@@ -43,9 +43,9 @@ class _Results:
         handle = self._handle.__new__(self._handle)
         handle.data, handle.dtype, handle.attr = data, told, {}
         if is_block:
-            key = kind.name, data.shape
+            key = kind.name, data.shape[1:]
             if key not in self._types:
-                self._types[key] = self._core.block_type(kind, list(data.shape))
+                self._types[key] = self._core.block_type(kind, list(data.shape[1:]))
             kind = self._types[key]
         return self._core.tensor(handle, kind)
 
@@ -97,8 +97,10 @@ def _quick(interpreter: Any, results: _Results, name: str, kinds: tuple[str, ...
             if type(right) is tensor:
                 if right.dtype is not kind or right.handle.data.dtype is not data.dtype:
                     return slow(left, right)
+                if (aligned := _aligned(data, right.handle.data)) is None:
+                    return slow(left, right)
                 is_block = is_block or right.type is not kind
-                number = right.handle.data
+                data, number = aligned
             elif type(number) is int:
                 least, most = ranges.get(kind.name, (1, 0))
                 if not least <= number <= most or not data.shape:
@@ -113,6 +115,15 @@ def _quick(interpreter: Any, results: _Results, name: str, kinds: tuple[str, ...
         return operate
 
     return make
+
+
+def _aligned(left: Any, right: Any) -> tuple[Any, Any] | None:
+    """Return what numpy broadcasts as Triton does, past the first axis (whole_grids.py): a scalar has no other."""
+    if left.ndim == right.ndim:
+        return left, right
+    if right.ndim == 1:
+        return left, right.reshape(-1, *[1] * (left.ndim - 1))
+    return (left.reshape(-1, *[1] * (right.ndim - 1)), right) if left.ndim == 1 else None
 
 
 def _with_pointers(
@@ -132,8 +143,10 @@ def _with_pointers(
                 return other(left, right)
             if type(right) is not tensor or right.dtype.name not in INTS:
                 return slow(left, right)
+            if (aligned := _aligned(left.handle.data, right.handle.data)) is None:
+                return slow(left, right)
             width = max(1, kind.element_ty.primitive_bitwidth // 8)
-            found = left.handle.data + width * right.handle.data.astype(np.uint64)
+            found = aligned[0] + width * aligned[1].astype(np.uint64)
             is_block = left.type is not kind or right.type is not right.dtype
             return results.make(found, kind, left.handle.dtype, is_block)
 
@@ -151,9 +164,9 @@ def _quick_axes(interpreter: Any, results: _Results) -> Callable[[Operator], Ope
             kind, is_block = block.dtype, block.type is not block.dtype
             if not is_block or type(axes) is not tuple or any(axis is not None and axis != whole for axis in axes):
                 return slow(block, axes)
-            if len(axes) - axes.count(None) != len(block.handle.data.shape):
+            if len(axes) - axes.count(None) != block.handle.data.ndim - 1:
                 return slow(block, axes)
-            return results.make(block.handle.data[axes], kind, block.handle.dtype.scalar, is_block)
+            return results.make(block.handle.data[(whole, *axes)], kind, block.handle.dtype.scalar, is_block)
 
         return index
 

@@ -26,7 +26,7 @@ def operand(name, shape):
     """Return a tensor with values at the ends of its type and between."""
     kind = getattr(core, name)
     dtype = np.bool_ if kind is core.int1 else interpreter._get_np_dtype(kind)
-    values = np.resize(np.array([0, 1, -7, 3, 100, 2], np.int64), shape or (1,)).astype(dtype)
+    values = np.resize(np.array([0, 1, -7, 3, 100, 2], np.int64), (1, *shape)).astype(dtype)
     return core.tensor(interpreter.TensorHandle(values, kind), core.block_type(kind, list(shape)) if shape else kind)
 
 
@@ -88,6 +88,6 @@ def test_pointers_go_on_by_elements(interpreted):
     quick = quick_operators(interpreter)["__add__"](slow)
     for element, kind, of, by in itertools.product(("bfloat16", "int1"), ("int32", "uint8", "int64"), SHAPES, SHAPES):
         pointer = core.pointer_type(getattr(core, element))
-        values = interpreter.TensorHandle(np.full(of or (1,), 2**40, np.uint64), pointer)
+        values = interpreter.TensorHandle(np.full((1, *of), 2**40, np.uint64), pointer)
         left = core.tensor(values, core.block_type(pointer, list(of)) if of else pointer)
         assert outcome(quick, left, operand(kind, by)) == outcome(slow, left, operand(kind, by))
