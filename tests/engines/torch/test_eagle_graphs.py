@@ -4,10 +4,12 @@ a GPU by graphs and kernel by kernel, elsewhere in Triton's interpreter.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -121,6 +123,28 @@ def refused(engine):
     engine.engine._post(record)
     engine.settle()
     return failed
+
+
+def test_steps_of_rows_that_nobody_has_tell_something_where_padding_has_no_embedding(base, tmp_path, monkeypatch):
+    """By their logits graphs are compared, and zeros are no measure."""
+    monkeypatch.setattr(kernels, "is_usable", lambda device: True)
+    model, head = shutil.copytree(base[0], tmp_path / "base"), base[1]
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"][0] = 0
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with open_engine((model, head)) as engine:
+        forward, least = engine.core._parts.forward, []
+
+        @torch.inference_mode()
+        def look():
+            one_pass = forward.rounds._passes[0]
+            for steps, size in ((forward.resident, 2), (forward.verifying, 4), (forward.mixed, 64), (one_pass, 2)):
+                steps.tell_nothing(size)
+                least.append(float(steps.compute(size).abs().amax(1).min()))
+
+        engine.engine._post(look)
+        engine.settle()
+        assert len(least) == 4 and min(least) > 0
 
 
 def check_memory(engine):

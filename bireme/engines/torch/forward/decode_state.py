@@ -26,6 +26,14 @@ from bireme.engines.torch.weights.eagle_bytes import MOST_IN_ROUND
 Ints = npt.NDArray[np.int32]
 
 
+def filling_token(embeddings: torch.Tensor) -> int:
+    """Return a token that has an embedding, of (V, W), for rows that nobody has.
+
+    Padding's may be zero. Then so are its logits, and of a graph that is compared by them they tell nothing.
+    """
+    return int(embeddings.any(1).int().argmax())
+
+
 class DecodeState:
     """What decode steps read and write between them. A slot is a sequence's; one more is of rows that fill up."""
 
@@ -44,6 +52,7 @@ class DecodeState:
         make: Any = {"dtype": torch.int32, "device": head.device}
         self.spare, self.num_kv, self.tile = num_slots, num_kv, tile_of(store.dtype, size)
         self.windows, self.run_tokens = store.windows, most_tokens(max_draft_len)
+        self._filling = filling_token(weights.embeddings)
         self.told = torch.zeros(self.size_of(most_rows, bool(max_draft_len)), **make)
         self.tables = torch.zeros(self.num_groups, num_slots + 1, columns, **make)
         self.requests = torch.zeros(num_slots + 1, NUM_COLUMNS, **make)
@@ -67,7 +76,7 @@ class DecodeState:
         return steps.reshape(rows, columns), parts.reshape(*shape)
 
     def fill(self, told: Ints, rows: int, slots: Ints, positions: Ints) -> Ints:
-        """Say which rows there are, of a step for `rows` of one token each; return `steps`, tokens zero."""
+        """Say which rows there are, of a step for `rows` of one token each; return `steps`, less their tokens."""
         steps, parts = self.views(told, rows)
         self.fill_steps(steps, slots, positions)
         self.fill_parts(parts, steps[:, SLOT], steps[:, POSITION])
@@ -82,7 +91,7 @@ class DecodeState:
 
     def fill_steps(self, steps: Ints, slots: Ints, positions: Ints) -> None:
         """Say what the first rows are; the others write to the null block."""
-        steps[:] = (self.spare, 0, 0, *[NO_BLOCK] * (2 * self.num_groups))
+        steps[:] = (self.spare, 0, self._filling, *[NO_BLOCK] * (2 * self.num_groups))
         steps[: len(slots), SLOT], steps[: len(slots), POSITION] = slots, positions
 
     def fill_parts(self, parts: Ints, slots: Ints, positions: Ints) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bireme.engines.torch import step
 from bireme.engines.torch.forward.decode_graphs import bucket_sizes
-from bireme.engines.torch.forward.decode_state import Ints
+from bireme.engines.torch.forward.decode_state import Ints, filling_token
 from bireme.engines.torch.forward.decoder_weights import DecoderLayer, DecoderWeights
 from bireme.engines.torch.forward.eagle_head import EagleHead
 from bireme.engines.torch.forward.fused_decoder import logits_of
@@ -115,6 +115,7 @@ class EagleRounds:
         self._weights = _weights_of(head, embeddings, limits.max_seq_len)
         self._tile = tile_of(dtype, shape.head_size)
         self._spare, most = limits.max_batch_size, self.most_sequences
+        self._filling = filling_token(embeddings)
         make: Any = {"dtype": torch.int32, "device": device}
         self.told = torch.zeros(self._ends(most)[-1], **make)
         self.tables = torch.zeros(1, self._spare + 1, limits.most_blocks, **make)
@@ -205,7 +206,7 @@ class EagleRounds:
         num_rows = int(counts.sum())
         row_slots, row_bases = np.repeat(slots, counts), np.repeat(bases, counts)
         row_places = np.arange(num_rows) - np.repeat(begins - firsts, counts)
-        told.rows[:] = (self._spare, 0, 0, NO_BLOCK, NO_BLOCK)
+        told.rows[:] = (self._spare, 0, self._filling, NO_BLOCK, NO_BLOCK)
         told.rows[:num_rows, SLOT], told.rows[:num_rows, POSITION] = row_slots, row_places
         tokens = [
             own.tokens[own.computed : own.computed + one.num_unseen] for own, (one, _) in zip(owns, asked, strict=True)

@@ -186,7 +186,7 @@ class ResidentDecode:
         self._tables.tell(steps, list(enumerate(plan.decodes)), row_of)
 
     def _fill(self, told: Ints, size: int, slots: Ints, positions: Ints, drafts: Ints | None) -> Ints:
-        """Say which rows there are; return `steps`, tokens zero. `drafts`: where theirs are, (sequences, 2)."""
+        """Say which rows there are; return `steps`, less their tokens. `drafts`: where theirs are, (sequences, 2)."""
         state = self._state
         if drafts is None:
             return state.fill(told, size, slots, positions)
