@@ -71,6 +71,13 @@ def told(result):
     return finish.error, finish.reason, finish.stop_token_id, result.tokens, ids, values
 
 
+def alike(answers):
+    """Return what answers in steps of other rows are compared with: on a GPU their sums differ in the last digits."""
+    if not torch.cuda.is_available():
+        return answers
+    return [(*answer[:-1], pytest.approx(answer[-1], abs=1e-3)) for answer in answers]
+
+
 @pytest.fixture(scope="module")
 def landed():
     """Return the answers of an engine that lands every step, and looks at each request alone."""
