@@ -178,7 +178,7 @@ SAMPLED = {"temperature": 0.9, "seed": 7, "top_p": 0.95, "repetition_penalty": 1
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_batch_size": 4}, {"max_tokens": 480, "queue": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}],
+    [{}, {"max_batch_size": 4}, {"max_tokens": 256, "queue": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}],
     ids=["they rest", "they are preempted for a place", "they are preempted for blocks"],
 )
 def test_what_rested_goes_on_exactly(tiny, name, settings):
