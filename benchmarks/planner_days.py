@@ -114,7 +114,7 @@ def settings_of(day: str, options: argparse.Namespace) -> PlannerSettings:
     bounds = StageBounds(maximum=options.most)
     return PlannerSettings(
         ttft_ms=TTFT_MS[day], itl_ms=ITL_MS[day], max_gpus=2 * options.most, prefill=bounds, decode=bounds,
-        interval_s=options.interval_s, start_s=options.start_s,
+        interval_s=options.interval_s, start_s=options.start_s, idle_s=options.idle_s,
     )  # fmt: skip
 
 
@@ -304,6 +304,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--predictor", default="constant", choices=get_args(PredictorName))
     parser.add_argument("--interval-s", type=float, default=60.0)
     parser.add_argument("--start-s", type=float, default=60.0)
+    parser.add_argument(
+        "--idle-s", type=float, help="without requests, until the minimum; otherwise by the load's own pauses"
+    )
     parser.add_argument("--most", type=int, default=MOST, help="workers of each stage")
     parser.add_argument("--bound", type=sizes_of, metavar="P+D", help="a fixed size, and what knowing the day saves")
     parser.add_argument("--seed", type=int, default=1)

@@ -31,7 +31,7 @@ def gap_ms(engine: PlannedEngine, load: Load, count: int, rows: float) -> float:
 
 def rows_of(engine: PlannedEngine, load: Load, count: int) -> float:
     """Return the requests that decode on each worker; infinite where it can't keep up."""
-    per_s, most, rows = load.requests_per_s / max(count, 1), engine.most_rows(capacity.context_of(load)), 0.0
+    per_s, most, rows = load.requests_per_s / max(count, 1), capacity.most_rows(engine, load), 0.0
     for _ in range(_ROUNDS):  # rows make gaps longer, and those make rows more
         found = per_s * load.output_tokens * gap_ms(engine, load, count, rows) / 1e3
         if found > most:
@@ -44,7 +44,7 @@ def rows_of(engine: PlannedEngine, load: Load, count: int) -> float:
 
 def carries(engine: PlannedEngine, load: Load, count: int, share: float = _FULL) -> bool:
     """Whether requests are served as fast as they come, whatever they wait."""
-    most = engine.most_rows(capacity.context_of(load))
+    most = capacity.most_rows(engine, load)
     return capacity.prefill_use(engine, load, count) <= share and rows_of(engine, load, count) <= share * most
 
 
@@ -115,10 +115,10 @@ class AggregatedPlanner(WorkerPlanner):
             rows = rows_of(engine, load, count)
             if not carries(engine, load, count):
                 return False
-            busy = capacity.busy_rows(rows)
+            busy = capacity.busy_rows(rows, load)
             correction = found.ttft * ttft_factor(engine, load, rows)
             return (
-                busy <= engine.most_rows(capacity.context_of(load))
+                busy <= capacity.most_rows(engine, load)
                 and ("itl_ms" in missed or gap_ms(engine, load, count, busy) * found.itl <= settings.itl_ms)
                 and ("ttft_ms" in missed or capacity.prefill_fits(engine, load, count, settings.ttft_ms, correction))
             )

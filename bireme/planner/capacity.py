@@ -16,11 +16,13 @@ _FULL = 0.95  # a stage above this share of its time has a queue that grows
 @dataclass(frozen=True, slots=True)
 class Load:
     requests_per_s: float
-    prompt_tokens: float
+    prompt_tokens: float  # that no cache has
     output_tokens: float
-    dispersion: float = (
-        1.0  # of arrivals: the variance of an interval's over their mean, which is 1 of a Poisson process
-    )
+    cached_tokens: float = 0.0  # of a prompt
+    # The variance over the mean, which is 1 where requests come at random: of an interval's arrivals, and of those that
+    # decode has under way
+    dispersion: float = 1.0
+    busy_dispersion: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,21 @@ class PlannedEngine:
 
 def context_of(load: Load) -> float:
     """Return the tokens whose KV a request's steps read, in the mean."""
-    return load.prompt_tokens + load.output_tokens / 2
+    return load.prompt_tokens + load.cached_tokens + load.output_tokens / 2
+
+
+def most_rows(engine: PlannedEngine, load: Load) -> int:
+    """Return the requests that a worker has place for. What caches have is taken to be shared by those under way."""
+    return engine.most_rows(load.prompt_tokens + load.output_tokens / 2)
+
+
+def shared_dispersion(load: Load) -> float:
+    """Return the dispersion of arrivals of which prefill workers can share out the work.
+
+    A burst whose prompts have their beginnings in a cache is computed there, however many workers there are.
+    """
+    computed = load.prompt_tokens / (load.prompt_tokens + load.cached_tokens)
+    return 1 + (load.dispersion - 1) * computed
 
 
 def prefill_use(engine: PlannedEngine, load: Load, count: int, packed: bool = False) -> float:
@@ -95,22 +111,23 @@ def expected_ttft_ms(engine: PlannedEngine, load: Load, count: int) -> float:
 def late_share(engine: PlannedEngine, load: Load, count: int, ttft_ms: float, correction: float) -> float:
     """Return the share of prompts that wait longer than the target, by the tail of such a queue.
 
-    It is longer for arrivals in bursts: by the mean of both dispersions, as in Allen and Cunneen's approximation
-    (Probability, Statistics and Queueing Theory, 1990). That of prompts, whose lengths are many, is taken as 1.
+    It is longer for arrivals in bursts that can be shared out: by the mean of both dispersions, as in Allen and
+    Cunneen's approximation (Probability, Statistics and Queueing Theory, 1990). That of prompts, whose lengths are
+    many, is taken as 1.
     """
     service_ms = engine.prompt_ms(load.prompt_tokens) * correction
     offered = prefill_use(engine, load, 1) * correction
     slack_ms = ttft_ms - service_ms
     if offered >= count or slack_ms < 0:
         return 1.0
-    longer = (load.dispersion + 1) / 2
+    longer = (shared_dispersion(load) + 1) / 2
     return waiting_share(offered, count) * math.exp(-(count - offered) * slack_ms / service_ms / longer)
 
 
 def decode_rows(engine: PlannedEngine, load: Load, count: int) -> float:
     """Return the requests under way on each worker; infinite where it can't keep up."""
     per_s, context = load.requests_per_s / max(count, 1), context_of(load)
-    most, rows = engine.most_rows(context), 0.0
+    most, rows = most_rows(engine, load), 0.0
     for _ in range(64):  # rows make steps longer, and those make rows more
         found = per_s * load.output_tokens * engine.decode_ms(rows, context) / 1e3
         if found > most:
@@ -126,9 +143,9 @@ def expected_itl_ms(engine: PlannedEngine, load: Load, count: int) -> float:
     return engine.decode_ms(rows, context_of(load)) if rows < math.inf else math.inf
 
 
-def busy_rows(rows: float) -> float:
+def busy_rows(rows: float, load: Load) -> float:
     """Return the requests under way at a busy moment."""
-    return rows + _DEVIATIONS * math.sqrt(rows)
+    return rows + _DEVIATIONS * math.sqrt(load.busy_dispersion * rows)
 
 
 def prefill_fits(engine: PlannedEngine, load: Load, count: int, ttft_ms: float, correction: float) -> bool:
@@ -137,9 +154,8 @@ def prefill_fits(engine: PlannedEngine, load: Load, count: int, ttft_ms: float, 
 
 def decode_fits(engine: PlannedEngine, load: Load, count: int, itl_ms: float, correction: float) -> bool:
     """Whether a request's mean gap keeps the target, and those under way have their place, at a busy moment."""
-    busy = busy_rows(decode_rows(engine, load, count))
-    context = context_of(load)
-    return busy <= engine.most_rows(context) and engine.decode_ms(busy, context) * correction <= itl_ms
+    busy = busy_rows(decode_rows(engine, load, count), load)
+    return busy <= most_rows(engine, load) and engine.decode_ms(busy, context_of(load)) * correction <= itl_ms
 
 
 def prefill_carries(engine: PlannedEngine, load: Load, count: int, share: float = _FULL) -> bool:
@@ -148,4 +164,4 @@ def prefill_carries(engine: PlannedEngine, load: Load, count: int, share: float 
 
 
 def decode_carries(engine: PlannedEngine, load: Load, count: int, share: float = _FULL) -> bool:
-    return decode_rows(engine, load, count) <= share * engine.most_rows(context_of(load))
+    return decode_rows(engine, load, count) <= share * most_rows(engine, load)

@@ -16,6 +16,7 @@ class StageObservation:
     num_waiting: int = 0  # requests in queues
     waiting_tokens: int = 0  # prompt tokens that are still to be computed
     kv_usage: float = 0.0  # of those that are ready, the mean
+    num_running: int = 0  # requests under way
 
     @property
     def num_workers(self) -> int:
@@ -38,6 +39,7 @@ class Observation:
     doubt: str = ""  # why who observed does not believe it
     late_share: float | None = None  # of first tokens, that came after the target
     slow_share: float | None = None  # of requests, whose mean gap was above the target
+    cached_tokens: float | None = None  # of a request's prompt that caches had, the mean
 
     def problem(self, now: float, max_age_s: float) -> str:
         """Return why nothing can be decided by it; "": it can."""
@@ -59,7 +61,7 @@ class Observation:
 
     def _absurd(self) -> str:
         most = {"late_share": 1.0, "slow_share": 1.0}
-        for name in ("num_requests", "prompt_tokens", "output_tokens", "ttft_ms", "itl_ms", *most):
+        for name in ("num_requests", "prompt_tokens", "output_tokens", "cached_tokens", "ttft_ms", "itl_ms", *most):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= most.get(name, sys.float_info.max):
                 return f"absurd: {name} {value}"
@@ -67,7 +69,7 @@ class Observation:
             return f"absurd: interval_s {self.interval_s}"
         for name in ("prefill", "decode"):
             stage = getattr(self, name)
-            counts = (stage.num_ready, stage.num_starting, stage.num_waiting, stage.waiting_tokens)
+            counts = (stage.num_ready, stage.num_starting, stage.num_waiting, stage.num_running, stage.waiting_tokens)
             if min(counts) < 0 or not 0 <= stage.kv_usage <= 1:
                 return f"absurd: {name} {stage}"
         return ""

@@ -28,6 +28,7 @@ _MOST_CORRECTION = 3.0  # either way
 # A slow engine is slow in every interval, requests wait for others in some: that is what room is for. So of the last
 # corrections so many count, the lower quartile of them.
 _CORRECTED_INTERVALS, _QUANTILE = 30, 0.25
+_ENOUGH_INTERVALS = 5  # before that of TTFT counts: a burst or two are no slow engine
 _ENOUGH_REQUESTS = 10  # for their times to say something
 _STEADY_USE = 0.8  # above, times are the queue's rather than the engine's
 _EASY_SHARE = {"throughput": 0.9, "latency": 0.5}  # of what a stage can do at the most
@@ -48,7 +49,8 @@ class Corrections:
 
     def saw_ttft(self, measured_ms: float, expected_ms: float) -> None:
         self._ttft.append(_bounded(measured_ms / expected_ms))
-        self.ttft = max(sorted(self._ttft)[int(_QUANTILE * len(self._ttft))], 1.0)
+        if len(self._ttft) >= _ENOUGH_INTERVALS:
+            self.ttft = max(sorted(self._ttft)[int(_QUANTILE * len(self._ttft))], 1.0)
 
     def saw_itl(self, measured_ms: float, expected_ms: float) -> None:
         self._itl.append(_bounded(measured_ms / expected_ms))
@@ -72,7 +74,7 @@ class WorkerPlanner:
             stage: Direction(settings.reversal_s, settings.down_window_s) for stage in ("prefill", "decode")
         }
         self.corrections = Corrections()
-        self._lengths: tuple[float, float] | None = None  # of prompts and answers
+        self._lengths: tuple[float, float, float] | None = None  # of prompts, answers, and what caches had
         self._num_lengths = 0  # requests that these are of
         self.room = MissedRoom(settings.down_window_s)  # of decode
         self._num_idle = 0  # intervals, up to the present one
@@ -119,7 +121,7 @@ class WorkerPlanner:
         assert observation.prefill is not None and observation.decode is not None
         assert observation.num_requests is not None
         self._learn_lengths(observation)
-        self._history.observe(observation.num_requests / observation.interval_s)
+        self._history.observe(observation.num_requests / observation.interval_s, observation.decode.num_running)
         self._predictor.observe(self._history.per_s)
         notes = self._note_starts(observation, now)
         self._num_idle = self._num_idle + 1 if self._is_quiet(observation) else 0
@@ -151,10 +153,12 @@ class WorkerPlanner:
         """Of all requests the mean, until an interval's weight is more; one of few says little."""
         if not observation.prompt_tokens or not observation.output_tokens:
             return
-        found, num_requests = (observation.prompt_tokens, observation.output_tokens), observation.num_requests or 1
+        found = observation.prompt_tokens, observation.output_tokens, observation.cached_tokens or 0.0
+        num_requests = observation.num_requests or 1
         known, self._num_lengths = self._lengths or found, self._num_lengths + num_requests
         weight = max(_SMOOTHING * min(num_requests / _ENOUGH_REQUESTS, 1), num_requests / self._num_lengths)
-        self._lengths = _smooth(known[0], found[0], weight), _smooth(known[1], found[1], weight)
+        prompt, output, cached = (_smooth(*pair, weight) for pair in zip(known, found, strict=True))
+        self._lengths = prompt, output, cached
 
     def _learn_corrections(self, observation: Observation) -> None:
         """By intervals that say what the engine does: enough requests, workers that are warm, no queue."""
@@ -217,6 +221,8 @@ class WorkerPlanner:
     def _is_idle(self) -> bool:
         """Whether the load has ended: nothing came for longer than bursts like those before would be apart."""
         pause_s = self._num_idle * self._settings.interval_s
+        if self._settings.idle_s is not None:
+            return pause_s >= self._settings.idle_s
         return self._num_idle >= _IDLE_INTERVALS and pause_s > self._history.longest_pause_s
 
     def _is_quiet(self, observation: Observation) -> bool:
@@ -234,8 +240,9 @@ class WorkerPlanner:
         prompt_s = self._engines["prefill"].prompt_ms(self._lengths[0]) / 1e3
         done = observation.prefill.num_ready * settings.start_s / max(prompt_s, 1e-9)
         waiting = max(observation.prefill.num_waiting - done, 0.0), observation.decode.num_waiting
+        bursts = self._history.dispersion, self._history.busy_dispersion
         return {
-            stage: Load(expected + count / interval_s, *self._lengths, self._history.dispersion)
+            stage: Load(expected + count / interval_s, *self._lengths, *bursts)
             for stage, count in zip(("prefill", "decode"), waiting, strict=True)
         }
 
@@ -256,7 +263,7 @@ class WorkerPlanner:
         why = (
             f"{load.requests_per_s:.2f} requests/s of {load.prompt_tokens:.0f}/{load.output_tokens:.0f} tokens need"
             f" {num_prefill}+{num_decode} ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f};"
-            f" bursts {loads['prefill'].dispersion:.1f}, room {self.room.workers:.1f})"
+            f" bursts {load.dispersion:.1f}, {load.busy_dispersion:.1f}, room {self.room.workers:.1f})"
         )
         return (num_prefill, num_decode), "; ".join([why, *notes])
 

@@ -31,6 +31,8 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reversal_s: Duration = 600.0  # at the least between two changes of direction, of each stage
     down_window_s: Duration = 7200.0  # fewer workers only where all of it would have done with them
     headroom: PositiveDuration = 1.1  # of the load that is sized for
+    # Without requests, until both stages go to their minimum; None: longer than a load like the last would pause
+    idle_s: PositiveDuration | None = None
 
     @property
     def max_age_s(self) -> float:

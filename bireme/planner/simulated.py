@@ -32,12 +32,13 @@ class SimulatedScaler:
 
 
 def observation_of(figures: IntervalFigures) -> Observation:
-    computed = max(figures.prompt_tokens - figures.cached_tokens, 0)
+    computed, num_prompts = max(figures.prompt_tokens - figures.cached_tokens, 0), figures.num_prompts
     return Observation(
         at_s=figures.at_s,
         interval_s=figures.interval_s,
         num_requests=figures.num_arrived,
-        prompt_tokens=computed / figures.num_prompts if figures.num_prompts else None,
+        prompt_tokens=computed / num_prompts if num_prompts else None,
+        cached_tokens=figures.cached_tokens / num_prompts if num_prompts else None,
         output_tokens=figures.output_tokens / figures.num_ended if figures.num_ended else None,
         ttft_ms=_mean_ms(figures.ttft_s),
         itl_ms=_mean_ms(figures.itl_s),
@@ -61,7 +62,9 @@ def reversals(sizes: Sequence[int], times: Sequence[float], window_s: float) -> 
 
 def _stage_of(load: StageLoad) -> StageObservation:
     usage = statistics.fmean(load.kv_usage) if load.kv_usage else 0.0
-    return StageObservation(load.num_ready, load.num_starting, load.num_waiting, load.waiting_tokens, min(usage, 1.0))
+    return StageObservation(
+        load.num_ready, load.num_starting, load.num_waiting, load.waiting_tokens, min(usage, 1.0), load.num_running
+    )
 
 
 def _mean_ms(seconds: Sequence[float]) -> float | None:

@@ -166,6 +166,7 @@ def _observation(last: _Look, look: _Look, stages: Sequence[str]) -> Observation
         interval_s=max(look.clock_s - last.clock_s, 1e-3),
         num_requests=round(num_requests),
         prompt_tokens=_mean(computed, grown["num_prompts"]),
+        cached_tokens=_mean(grown["prompt_tokens"] - computed, grown["num_prompts"]),
         output_tokens=_mean(grown["output_tokens"], grown["num_prompts"]),
         ttft_ms=_mean(1e3 * grown["ttft_s"], grown["num_ttft"]),
         itl_ms=_mean(1e3 * grown["gaps_s"], grown["num_gaps"]),
@@ -200,6 +201,7 @@ def _stage(look: _Look, stage: str) -> StageObservation:
     return replace(
         _of_size(size),
         num_waiting=round(waiting),
+        num_running=round(sum(one.running or 0.0 for one in workers)),
         kv_usage=sum(usage) / len(usage) if usage else 0.0,
     )
 

@@ -23,6 +23,13 @@ def test_dispersion_is_the_size_of_bursts(size):
     assert 0.6 * size < arrivals(bursts(3, size)).dispersion < 1.6 * size
 
 
+def test_requests_under_way_have_a_dispersion_of_their_own():
+    found = LoadHistory(60.0, 180.0, 600.0, 7200.0)
+    for number in range(60):
+        found.observe(0.5, 20 * (number % 2))  # sampled: 20 under way, or none
+    assert found.dispersion == 1.0 and found.busy_dispersion == pytest.approx(20.0)
+
+
 def test_a_load_that_grows_or_that_rises_and_falls_once_is_no_burst():
     assert arrivals(range(0, 120, 4)).dispersion == pytest.approx(1.0, abs=0.2)
     assert arrivals([30] * 20 + [900] * 20 + [30] * 20).dispersion == 1.0

@@ -10,9 +10,10 @@ import pytest
 
 from bireme.config import MockerConfig
 from bireme.errors import ConfigError
-from bireme.planner.capacity import PlannedEngine
+from bireme.planner import capacity
+from bireme.planner.capacity import Load, PlannedEngine
 from bireme.planner.observation import Observation, StageObservation
-from bireme.planner.planner import WorkerPlanner
+from bireme.planner.planner import Corrections, WorkerPlanner
 from bireme.planner.planner_settings import PlannerSettings, StageBounds
 from bireme.planner.predictors import ConstantPredictor, make_predictor
 from bireme.sizing.step_times import StepTimes
@@ -107,6 +108,7 @@ def test_the_budget_changes_while_it_runs_and_holds_at_once():
         ({"decode": None}, "missing: decode"),
         ({"num_requests": -3}, "absurd: num_requests -3"),
         ({"ttft_ms": math.nan}, "absurd: ttft_ms nan"),
+        ({"cached_tokens": -1.0}, "absurd: cached_tokens -1.0"),
         ({"itl_ms": math.inf}, "absurd: itl_ms inf"),
         ({"slow_share": 1.5}, "absurd: slow_share 1.5"),
         ({"interval_s": 0.0}, "absurd: interval_s 0.0"),
@@ -218,6 +220,53 @@ def test_prefill_is_sized_by_the_bursts_in_which_requests_came():
     reasons = [one.decide(seen(61 * 60.0, 150, 9, 9), 61 * 60.0).reason for one in (steady, bursts)]
     needs = [int(re.search(r" need (\d+)\+", reason)[1]) for reason in reasons]
     assert "bursts 1.0" in reasons[0] and needs[1] > needs[0]
+
+
+def test_bursts_whose_beginning_a_cache_has_ask_for_no_more_prefill():
+    """They are computed where that is, however many workers there are."""
+    apart, alike, calm = (
+        Load(4.0, 1000.0, 100.0, 0.0, 20.0),
+        Load(4.0, 1000.0, 100.0, 39_000.0, 20.0),
+        Load(4.0, 1000.0, 100.0),
+    )
+    late = [capacity.late_share(ENGINE, load, 2, 2000.0, 1.0) for load in (apart, alike, calm)]
+    assert late[0] > 10 * late[1] > late[2] > 0
+
+
+def test_steps_read_what_caches_had_as_well():
+    slower = PlannedEngine(replace(TIMES, ms_per_context_token=1e-3))
+    short, long = (Load(4.0, 1000.0, 100.0, cached) for cached in (0.0, 40_000.0))
+    assert capacity.expected_itl_ms(slower, long, 2) > 40 > 20 > capacity.expected_itl_ms(slower, short, 2)
+    assert capacity.most_rows(slower, long) == capacity.most_rows(slower, short)
+
+
+def test_requests_that_are_under_way_in_bursts_need_more_decode():
+    def needs(running):
+        one = planner()
+        for number in range(1, 61):
+            decode = replace(stage(2), num_running=running(number))
+            decision = one.decide(seen(number * 60.0, 300, 2, decode), number * 60.0)
+        return decision.decode, decision.reason
+
+    (steady, _), (bursts, reason) = needs(lambda number: 6), needs(lambda number: 80 if number % 4 == 0 else 0)
+    assert bursts > steady and re.search(r"bursts 1\.0, \d\d\.\d", reason)
+
+
+def test_few_intervals_do_not_correct_ttft():
+    """At a day's beginning a burst has prompts wait: that is no slow engine."""
+    found = Corrections()
+    told = []
+    for _ in range(5):
+        found.saw_ttft(330.0, 110.0)
+        told.append(found.ttft)
+    assert told == [1.0, 1.0, 1.0, 1.0, 3.0]
+
+
+def test_idle_s_says_when_a_load_has_ended():
+    loads = [300] * 15 + [0] * 5
+    assert played(planner(), [*([300, 0, 0, 0] * 15), *loads])[-1] != (1, 1)
+    assert played(planner(idle_s=180.0), [*([300, 0, 0, 0] * 15), *loads])[-2:] == [(1, 1), (1, 1)]
+    assert played(planner(idle_s=600.0), loads)[-1] != (1, 1)
 
 
 def test_a_measured_ttft_below_the_table_s_asks_for_no_fewer_workers():

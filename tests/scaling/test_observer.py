@@ -22,11 +22,12 @@ def observer(played):
 
 def test_an_interval_is_the_difference_of_two_looks(played, observer):
     played.totals["cached"] += 30 * 400
-    played.levels |= {"waiting": 3, "kv_used": 250}
+    played.levels |= {"waiting": 3, "kv_used": 250, "running": 7}
     played.serve(30)
     found = observer.observe()
     assert found.doubt == "" and found.problem(played.now, 120.0) == ""
     assert (found.num_requests, found.prompt_tokens, found.output_tokens) == (30, 600.0, 100.0)
+    assert found.cached_tokens == 400.0 and found.decode.num_running == 7
     assert found.ttft_ms == pytest.approx(110.0) and found.itl_ms == pytest.approx(11.0)
     assert (found.decode.num_ready, found.decode.num_waiting, found.decode.kv_usage) == (1, 3, 0.25)
     played.serve(0)
