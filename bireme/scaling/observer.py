@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from bireme.config import stage_of
@@ -194,16 +194,20 @@ def _grown_buckets(last: _Look, look: _Look, histogram: str) -> dict[float, floa
 
 def _stage(look: _Look, stage: str) -> StageObservation:
     size, workers = look.sizes[stage], look.workers(stage)
-    waiting = sum(one.waiting or 0.0 for one in workers)
+    waiting = _total(one.waiting for one in workers)
     if stage == "decode" and not size.num_ready:  # entries keep them
         waiting += sum(page.active for page in look.pages.values())
     usage = [one.kv_usage for one in workers if one.is_up and one.kv_usage is not None]
     return replace(
         _of_size(size),
         num_waiting=round(waiting),
-        num_running=round(sum(one.running or 0.0 for one in workers)),
+        num_running=round(_total(one.running for one in workers)),
         kv_usage=sum(usage) / len(usage) if usage else 0.0,
     )
+
+
+def _total(values: Iterable[float | None]) -> float:
+    return sum(filter(None, values), 0.0)
 
 
 def _of_size(size: StageSize) -> StageObservation:
