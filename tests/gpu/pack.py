@@ -31,6 +31,7 @@ PACKAGES = (
     "xxhash>=3.4",
     "tokenizers>=0.20",
     "jinja2>=3.1.6",
+    "regex>=2024.4",
     "uvicorn>=0.30",
     "uvloop>=0.20",
     "httptools>=0.6",

@@ -167,6 +167,7 @@ def test_modules_are_excluded_by_their_name_or_that_of_one_around_them(plain_pat
             r"exclude_modules: '\*attention\*'; no module of the model's layers is named so; names are as",
         ),
         (("re:(",), r"exclude_modules: 're:\('; no module"),
+        (("re:(.|[a-z._0-9])*[0-9]!?[A-Z]",), r"exclude_modules: 're:.*'; no module"),  # it would go on for hours
         (
             ("*v_proj",),
             r"'\*v_proj'; model.layers.0.self_attn.v_proj is one matrix here with model.layers.0.self_attn.q_proj and",

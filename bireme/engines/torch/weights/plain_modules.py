@@ -6,16 +6,18 @@ heads decide. Lists say it of weights that are made up, and of what is counted b
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
+
+import regex
 
 from bireme.engines.torch.weights.kept_types import LAYER
 from bireme.settings import NO_QUANT
 
 KEY = "quant_config.exclude_modules"
-_REGEX = "re:"
+_REGEX, _REGEX_S = "re:", 0.1  # for a name: an expression that goes back and forth for longer matches none
 _BESIDE = ("lm_head", "model.embed_tokens")  # that are plain in any case: lists name them, too
 # Of compressed-tensors and ModelOpt; of ModelOpt's older file; of transformers and AutoAWQ.
 _LISTS = ("ignore", "exclude_modules", "modules_to_not_convert")
@@ -104,10 +106,26 @@ def _names_around(name: str) -> Iterator[str]:
 def _matches(pattern: str, name: str) -> bool:
     if not pattern.startswith(_REGEX):
         return fnmatchcase(name, pattern)
+    return _expression(pattern.removeprefix(_REGEX))(name)
+
+
+@functools.lru_cache(maxsize=256)
+def _expression(source: str) -> Callable[[str], bool]:
+    """Return what tells whether an expression matches; one that is wrong or takes too long matches nothing more."""
+    found: list[Any] = []
     try:
-        return re.fullmatch(pattern.removeprefix(_REGEX), name) is not None
-    except re.error:
-        return False
+        found.append(regex.compile(source))
+    except regex.error:
+        pass
+
+    def matches(name: str) -> bool:
+        try:
+            return any(one.fullmatch(name, timeout=_REGEX_S) is not None for one in found)
+        except TimeoutError:
+            found.clear()
+            return False
+
+    return matches
 
 
 def _is_run(name: str, part: str) -> bool:
