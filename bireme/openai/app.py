@@ -44,7 +44,7 @@ from bireme.openai.metrics_page import CONTENT_TYPE, KeptPages, MetricsPage
 from bireme.openai.mirror.mirror import Mirror
 from bireme.openai.model_kinds import ModelsByName
 from bireme.openai.openapi import RERANK_PATHS, SCORE_PATHS, openapi
-from bireme.openai.playground_files import PlaygroundFiles
+from bireme.openai.playground_files import packaged_files
 from bireme.openai.readiness import Readiness
 from bireme.openai.store_thread import StoreThread
 from bireme.openai.text.answering import Streams
@@ -117,7 +117,7 @@ class Frontend:
         self._open_accounts()
         self._live_feed: LiveFeed | None = None
         self._timelines = TimelineRoute(timelines, member)
-        self._playground = PlaygroundFiles() if self._config.playground else None
+        self._playground = packaged_files() if self._config.playground else None
         self._playground_paths = self._playground.paths if self._playground else frozenset()
         self._open_paths = OPEN_PATHS | self._playground_paths
         self._browsers = BrowserGuard(bound_to, self._config.allowed_hosts)

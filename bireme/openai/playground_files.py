@@ -6,6 +6,7 @@ page itself may load nothing but these files and call nothing but this server.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class _File:
 class PlaygroundFiles:
     """`/` and `/playground/...`."""
 
-    def __init__(self, folder: Path = FOLDER) -> None:
+    def __init__(self, folder: Path) -> None:
         self._files = dict(_read(folder))
 
     @property
@@ -63,6 +64,12 @@ class PlaygroundFiles:
             await call.reply(NOT_MODIFIED, b"", *file.headers)
         else:
             await call.reply(200, file.body, *file.headers)
+
+
+@functools.cache
+def packaged_files() -> PlaygroundFiles:
+    """Return the files of this package, read by the first who asks."""
+    return PlaygroundFiles(FOLDER)
 
 
 def _read(folder: Path) -> Iterator[tuple[str, _File]]:

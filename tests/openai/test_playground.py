@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bireme.openai import playground_files
-from bireme.openai.playground_files import FOLDER, PlaygroundFiles
+from bireme.openai.playground_files import FOLDER, PlaygroundFiles, packaged_files
 from tests.openai.test_keys import keys
 
 ESCAPES = [
@@ -32,7 +32,7 @@ async def test_the_page_is_at_the_root_and_its_parts_below_playground(frontend):
 
 async def test_every_module_that_is_imported_is_served_as_javascript(frontend):
     bench = await frontend()
-    scripts = [path for path in sorted(PlaygroundFiles().paths) if path.endswith(".js")]
+    scripts = [path for path in sorted(packaged_files().paths) if path.endswith(".js")]
     assert len(scripts) > 10
     for path in scripts:
         reply = await bench.call("GET", path).end()
@@ -50,7 +50,7 @@ async def test_the_page_asks_for_all_modules_at_once(frontend):
 
 async def test_without_a_key_the_page_is_open_and_nothing_else_of_it_is(frontend):
     bench = await frontend(keys())
-    for path in PlaygroundFiles().paths:
+    for path in packaged_files().paths:
         assert (await bench.call("GET", path).end()).status == 200
     for path in ESCAPES:
         assert (await bench.call("GET", path).end()).status == 401
