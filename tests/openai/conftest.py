@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -57,8 +58,9 @@ TEMPLATE = (
 )
 
 
+@functools.cache
 def letters() -> TextTokenizer:
-    """One token a character: ids are code points, up to 1000."""
+    """One token a character: ids are code points, up to 1000. All tests have the same, which nothing changes."""
     inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = decoders.Fuse()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +35,9 @@ async def until(condition: Callable[[], object]) -> None:
     await asyncio.wait_for(reached(), 60)
 
 
+@functools.cache
 def letters() -> TextTokenizer:
-    """One token a character: ids are code points, up to 1000."""
+    """One token a character: ids are code points, up to 1000. All tests have the same, which nothing changes."""
     inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
     inner.decoder = decoders.Fuse()
     return TextTokenizer(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,9 @@ class StageBench:
         return StageCall(self.stage, info, values)
 
 
+@functools.cache
 def letters() -> TextTokenizer:
-    """One token a character: ids are code points, up to 1000."""
+    """One token a character: ids are code points, up to 1000. All tests have the same, which nothing changes."""
     inner = Inner(models.WordLevel({chr(code): code for code in range(1, 1000)}, unk_token="?"))
     inner.decoder = decoders.Fuse()
     return TextTokenizer(inner)
