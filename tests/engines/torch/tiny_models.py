@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dots1": DEEPSEEK | {"n_shared_experts": 1},
 }
 
+_written: dict[tuple[str, str], tuple[dict[str, bytes], torch.Tensor]] = {}  # a model's files, and what comes after
+
 
 def build(model_type: str, seed: int = 0, **changes: Any) -> Any:
     """Return a random fp32 model of this type in eval mode."""
@@ -105,10 +108,21 @@ def build(model_type: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def save(folder: Path, model_type: str, **changes: Any) -> str:
-    model = build(model_type, **changes)
-    model.generation_config.eos_token_id = EOS
-    model.generation_config.pad_token_id = 0
-    model.save_pretrained(folder)
+    """Write the model that `build` makes. What this process has written before, it has kept."""
+    key = model_type, repr(sorted(changes.items()))
+    if key not in _written:
+        model = build(model_type, **changes)
+        model.generation_config.eos_token_id = EOS
+        model.generation_config.pad_token_id = 0
+        with tempfile.TemporaryDirectory() as made:
+            model.save_pretrained(made)
+            files = {file.name: file.read_bytes() for file in Path(made).iterdir()}
+        _written[key] = files, torch.get_rng_state()
+    files, state = _written[key]
+    torch.set_rng_state(state)  # as `build` leaves it
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
     return str(folder)
 
 
