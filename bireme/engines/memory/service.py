@@ -240,7 +240,8 @@ class MemoryService:
     def _forget_sleepers(self) -> None:
         """Of those whose engines have ended, and which are to have their weights freed."""
         with self._changed:
-            workers = {worker for weights in self._kept.values() for worker in weights.workers}
+            whole = [weights for weights in self._kept.values() if weights.filler is None]
+            workers = {worker for weights in whole for worker in weights.workers}
             workers -= {worker for weights in self._kept.values() for worker in weights.links.values()}
         for worker in workers:
             if run_folder.must_free_weights(self._path.parent, worker):

@@ -150,11 +150,19 @@ def test_weights_of_a_worker_that_sleeps_already_are_freed_when_somebody_wants_t
     assert hold().attach(5)[0].role == "fill"
 
 
-def test_a_worker_that_is_woken_before_its_engine_has_ended_keeps_its_weights(hold, tmp_path):
-    first = fill(hold())
+@pytest.mark.parametrize("is_early", [False, True], ids=["it had them", "it was loading them"])
+def test_a_worker_that_is_woken_before_its_engine_has_ended_keeps_its_weights(hold, tmp_path, is_early):
+    first = hold()
+    assert first.attach(5)[0].role == "fill"
+    if not is_early:
+        first.publish((memory(b"weights"), memory(b"table")), 7, 1.5)
+        assert mapped(other := hold()) == (b"weights", b"table")  # the service has taken them
+        other.close()
     run_folder.ask_sleep(tmp_path, "decode", free_weights=True)
     time.sleep(1.2)  # the service looks twice a second
     run_folder.wake(tmp_path, "decode")
+    if is_early:
+        first.publish((memory(b"weights"), memory(b"table")), 7, 1.5)
     first.close()
     assert mapped(hold()) == (b"weights", b"table")
 
