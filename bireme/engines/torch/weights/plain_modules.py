@@ -7,6 +7,8 @@ heads decide. Lists say it of weights that are made up, and of what is counted b
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +20,7 @@ from bireme.settings import NO_QUANT
 
 KEY = "quant_config.exclude_modules"
 _REGEX, _REGEX_S = "re:", 0.1  # for a name: an expression that goes back and forth for longer matches none
+_MOST_REPEATS = 10_000  # that an expression counts: memory is taken for each
 _BESIDE = ("lm_head", "model.embed_tokens")  # that are plain in any case: lists name them, too
 # Of compressed-tensors and ModelOpt; of ModelOpt's older file; of transformers and AutoAWQ.
 _LISTS = ("ignore", "exclude_modules", "modules_to_not_convert")
@@ -114,8 +117,9 @@ def _expression(source: str) -> Callable[[str], bool]:
     """Return what tells whether an expression matches; one that is wrong or takes too long matches nothing more."""
     found: list[Any] = []
     try:
-        found.append(regex.compile(source))
-    except regex.error:
+        if _num_repeats(source) <= _MOST_REPEATS:
+            found.append(regex.compile(source))
+    except (regex.error, ValueError, RecursionError):  # wrong; flags or a number that can't be; too deep
         pass
 
     def matches(name: str) -> bool:
@@ -126,6 +130,12 @@ def _expression(source: str) -> Callable[[str], bool]:
             return False
 
     return matches
+
+
+def _num_repeats(source: str) -> int:
+    """Return how often the innermost part would be repeated if all that an expression counts were in each other."""
+    counts = [map(int, re.findall(r"[0-9]+", own)) for own in re.findall(r"\{([^}]*)\}", source)]
+    return math.prod(max((1, *own)) for own in counts)
 
 
 def _is_run(name: str, part: str) -> bool:
