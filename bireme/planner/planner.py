@@ -126,7 +126,7 @@ class WorkerPlanner:
         notes = self._note_starts(observation, now)
         self._num_idle = self._num_idle + 1 if self._is_quiet(observation) else 0
         if self._num_idle:
-            needs, why = (self._settings.prefill.minimum, self._settings.decode.minimum), "no requests"
+            needs, why = self._needs_when_quiet(observation), "no requests"
         elif self._settings.target == "load":
             needs, why = self._needs_by_queues(observation)
         elif self._lengths is None:
@@ -228,6 +228,15 @@ class WorkerPlanner:
     def _is_quiet(self, observation: Observation) -> bool:
         assert observation.prefill is not None and observation.decode is not None
         return not (observation.num_requests or observation.prefill.num_waiting or observation.decode.num_waiting)
+
+    def _needs_when_quiet(self, observation: Observation) -> tuple[int, int]:
+        """The minimum, but one for what is under way: a drain waits only a while, and needs others to move it to."""
+        assert observation.prefill is not None and observation.decode is not None
+        bounds, stages = (self._settings.prefill, self._settings.decode), (observation.prefill, observation.decode)
+        prefill, decode = (
+            max(own.minimum, int(stage.num_running > 0)) for own, stage in zip(bounds, stages, strict=True)
+        )
+        return prefill, decode
 
     def _expected_loads(self, observation: Observation) -> dict[str, Load]:
         """Until workers that are asked for now are there, and the next decision; queues come on top.

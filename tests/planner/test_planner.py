@@ -269,6 +269,17 @@ def test_idle_s_says_when_a_load_has_ended():
     assert played(planner(idle_s=600.0), loads)[-1] != (1, 1)
 
 
+@pytest.mark.parametrize("idle_s", [None, 120.0])
+def test_without_load_answers_under_way_keep_a_worker(idle_s):
+    """Who ends its workers waits for them a while, and then breaks them off."""
+    one = planner(idle_s=idle_s, decode=StageBounds(minimum=0))
+    one.decide(seen(60.0, 300, 2, 2), 60.0)
+    for number in range(2, 8):
+        under_way = replace(stage(2), num_running=int(number < 6))
+        decision = one.decide(seen(number * 60.0, 0, 2, under_way), number * 60.0)
+        assert (decision.decode > 0) is (number < 6)
+
+
 def test_a_measured_ttft_below_the_table_s_asks_for_no_fewer_workers():
     one = planner()
     played(one, [300] * 10, begin=(3, 2), ttft=20.0)
