@@ -95,7 +95,7 @@ class AggregatedPlanner(WorkerPlanner):
         why = (
             f"{load.requests_per_s:.2f} requests/s of {load.prompt_tokens:.0f}/{load.output_tokens:.0f} tokens need"
             f" {count} aggregated ({settings.target}; corrections {found.ttft:.2f}, {found.itl:.2f};"
-            f" room {self.room.workers:.1f})"
+            f" bursts {load.dispersion:.1f}, {load.busy_dispersion:.1f}, room {self.room.workers:.1f})"
         )
         return (0, count), "; ".join([why, *notes])
 

@@ -65,7 +65,7 @@ def test_slow_answers_give_room_and_late_prompts_do_not():
         missed = {"late_share": 0.3, "slow_share": 0.0 if minute < 4 else 0.3}
         decision = planner.decide(seen(minute, 5.0, 3, **missed), 60.0 * minute)
         assert (planner.room.workers > 0) is (minute > 3)
-    assert f"room {planner.room.workers:.1f}" in decision.reason
+    assert f"bursts 1.0, 1.0, room {planner.room.workers:.1f}" in decision.reason
 
 
 @pytest.mark.parametrize("target", ["throughput", "latency"])
