@@ -1,7 +1,7 @@
 """Observations of a deployment that runs: differences of its metrics between two looks, and what to doubt in them.
 
 Requests are those that ended at entries, and what is under way beyond the last look's. Lengths are those of decode's
-prompts and answers; what prefill found in its cache does not count. TTFT and gaps are as entries measured them.
+prompts and answers; what caches had of prompts is told apart. TTFT and gaps are as entries measured them.
 Shares that missed a target are those above the bucket's bound that is next to it.
 """
 

@@ -38,6 +38,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stages: dict[str, PlannedStage]  # {}: sizes are not known
     requests_per_s: float | None = None
     prompt_tokens: float | None = None  # of a request that are computed, the mean
+    cached_tokens: float | None = None  # of its prompt, that caches had
     output_tokens: float | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -77,7 +78,8 @@ def plan_record(
             "at": observation.at_s, "result": "hold" if is_held and result == "same" else result, "reason": reason,
             "interval_s": seconds, "stages": stages,
             "requests_per_s": count / seconds if count is not None and seconds > 0 else None,
-            "prompt_tokens": observation.prompt_tokens, "output_tokens": observation.output_tokens,
+            "prompt_tokens": observation.prompt_tokens, "cached_tokens": observation.cached_tokens,
+            "output_tokens": observation.output_tokens,
             "ttft_ms": observation.ttft_ms, "itl_ms": observation.itl_ms,
             "late_share": observation.late_share, "slow_share": observation.slow_share, **told,
         },

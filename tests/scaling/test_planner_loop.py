@@ -202,7 +202,11 @@ def test_where_requests_are_slow_although_the_table_says_none_would_be_decode_ha
     played.deployment.ttft_s |= {"0.25": 0.5, "0.5": 0.8}
     played.deployment.mean_gap_s |= {"0.025": 0.5, "0.05": 0.9}
     record = played.minutes(2, QUIET)
-    assert record.late_share == pytest.approx(0.2) and record.slow_share == pytest.approx(0.1)
+    assert (
+        record.cached_tokens == 0.0
+        and record.late_share == pytest.approx(0.2)
+        and record.slow_share == pytest.approx(0.1)
+    )
     assert record.stages["decode"].wanted > 1 and played.minutes(1, QUIET).result and played.workers > before
 
 
