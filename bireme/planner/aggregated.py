@@ -115,7 +115,7 @@ class AggregatedPlanner(WorkerPlanner):
             rows = rows_of(engine, load, count)
             if not carries(engine, load, count):
                 return False
-            busy = capacity.busy_rows(rows, load)
+            busy = capacity.busy_rows(rows, load, count)
             correction = found.ttft * ttft_factor(engine, load, rows)
             return (
                 busy <= capacity.most_rows(engine, load)

@@ -81,8 +81,11 @@ def shared_dispersion(load: Load) -> float:
 
     A burst whose prompts have their beginnings in a cache is computed there, however many workers there are.
     """
-    computed = load.prompt_tokens / (load.prompt_tokens + load.cached_tokens)
-    return 1 + (load.dispersion - 1) * computed
+    return 1 + (load.dispersion - 1) * _computed_share(load)
+
+
+def _computed_share(load: Load) -> float:
+    return load.prompt_tokens / (load.prompt_tokens + load.cached_tokens)
 
 
 def prefill_use(engine: PlannedEngine, load: Load, count: int, packed: bool = False) -> float:
@@ -143,9 +146,13 @@ def expected_itl_ms(engine: PlannedEngine, load: Load, count: int) -> float:
     return engine.decode_ms(rows, context_of(load)) if rows < math.inf else math.inf
 
 
-def busy_rows(rows: float, load: Load) -> float:
-    """Return the requests under way at a busy moment."""
-    return rows + _DEVIATIONS * math.sqrt(load.busy_dispersion * rows)
+def busy_rows(rows: float, load: Load, count: int) -> float:
+    """Return the requests under way at a busy moment, on each of so many workers that have `rows` in the mean.
+
+    Requests of a burst are shared out at random, but for those that have their beginning in one worker's cache.
+    """
+    together = 1 - _computed_share(load) * (1 - 1 / max(count, 1))
+    return rows + _DEVIATIONS * math.sqrt((1 + (load.busy_dispersion - 1) * together) * rows)
 
 
 def prefill_fits(engine: PlannedEngine, load: Load, count: int, ttft_ms: float, correction: float) -> bool:
@@ -154,7 +161,7 @@ def prefill_fits(engine: PlannedEngine, load: Load, count: int, ttft_ms: float, 
 
 def decode_fits(engine: PlannedEngine, load: Load, count: int, itl_ms: float, correction: float) -> bool:
     """Whether a request's mean gap keeps the target, and those under way have their place, at a busy moment."""
-    busy = busy_rows(decode_rows(engine, load, count), load)
+    busy = busy_rows(decode_rows(engine, load, count), load, count)
     return busy <= most_rows(engine, load) and engine.decode_ms(busy, context_of(load)) * correction <= itl_ms
 
 
