@@ -434,8 +434,12 @@ def test_disaggregated_answers_equal_aggregated_ones(engine):
 
 @pytest.mark.parametrize("raw", RAWS, ids=lambda raw: next(iter(raw)))
 def test_a_resumed_stream_goes_on_exactly(engine, raw):
-    sampling = {"temperature": 0.8, "seed": 6, "ignore_eos": False, "guided_decoding": raw, "logit_bias": {CALL: 7.0}}
-    whole = engine.submit(request(PROMPT, 40, **sampling))
+    sampling = {"temperature": 0.8, "ignore_eos": False, "guided_decoding": raw, "logit_bias": {CALL: 7.0}}
+    for seed in range(6, 26):  # until there is a call: the tokenizer is trained on the sources of this Python
+        sampling["seed"] = seed
+        whole = engine.submit(request(PROMPT, 40, **sampling))
+        if whole.finish.error or "trigger" not in raw or calls_of(whole.tokens):
+            break
     assert whole.finish.error == "" and ("trigger" not in raw or calls_of(whole.tokens))
     places = range(1, len(whole.tokens))
     found = [engine.submit(request([*PROMPT, *whole.tokens[:at]], 40, num_resumed=at, **sampling)) for at in places]
