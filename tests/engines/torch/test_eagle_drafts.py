@@ -164,9 +164,10 @@ def test_a_step_that_loses_its_largest_request_for_memory_is_seen_as_far_as_it_w
     model, head = base
     with Harness(model, **(SETTINGS | {"max_num_tokens": 256}), **drafting(head)) as engine:
         speculation, forward = whole(engine), engine.core._parts.forward
-        run, starts = forward.run, threading.Event()
+        run, begun, starts = forward.run, threading.Event(), threading.Event()
 
         def run_short_of_memory(plan):
+            begun.set()
             starts.wait(60)
             if len(plan.chunks) > 1 and plan.largest is plan.chunks[0][0]:
                 raise torch.OutOfMemoryError("pretended")
@@ -174,6 +175,7 @@ def test_a_step_that_loses_its_largest_request_for_memory_is_seen_as_far_as_it_w
 
         monkeypatch.setattr(forward, "run", run_short_of_memory)
         held = engine.submit(request([5], 1))
+        assert begun.wait(60)
         large, *others = (engine.submit(request(prompt, 8)) for prompt in (PROMPTS[5], PROMPTS[1], PROMPTS[2]))
         starts.set()
         assert "out of memory" in large.finish.error and held.finish.error == ""
