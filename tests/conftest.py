@@ -75,6 +75,26 @@ ONE_PROCESS = (
 # Tests of servers mostly wait and small tests mostly compute: this process begins at the other end, so that neither all
 # wait for a core nor all leave it idle.
 COMPUTES = "gw0"
+# Of tests without servers, those that mostly wait: every other fork (--forks) begins with them.
+MOSTLY_WAIT = (
+    "tests/benchmarks/test_chaos_",
+    "tests/benchmarks/test_load",
+    "tests/contract/test_trtllm_features",
+    "tests/discovery/",
+    "tests/engines/memory/",
+    "tests/engines/mocker/",
+    "tests/engines/stub/",
+    "tests/kv/following/test_feed",
+    "tests/kv/publishing/",
+    "tests/kv/transfer/",
+    "tests/launch/",
+    "tests/observability/",
+    "tests/openai/",
+    "tests/pipelines/",
+    "tests/scaling/",
+    "tests/stages/test_bus",
+    "tests/workers/",
+)
 
 
 _OF_SERVERS = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.server\b", re.MULTILINE)
@@ -115,8 +135,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)  # after pytest has put together what shares a parameter
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput") or config.option.forks:
+    if hasattr(config, "workerinput"):
         items.sort(key=lambda item: (_row(item.nodeid), not _is_of_servers(item)))
+    elif config.option.forks:
+        items.sort(key=lambda item: (_row(item.nodeid), item.nodeid.startswith(MOSTLY_WAIT)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

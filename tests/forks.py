@@ -64,7 +64,7 @@ class _Fork:
     """One process. It asks with None for tests that go together: the answer is their places, or None for the end."""
 
     def __init__(self, pid: int, pipe: Connection, takes_last: bool) -> None:
-        self.pid, self.pipe, self.takes_last = pid, pipe, takes_last
+        self.pid, self.pipe, self.takes_last = pid, pipe, takes_last  # the last mostly wait (tests/conftest.py)
         self.watch = os.pidfd_open(pid)  # a child of a test may hold the pipe open
         self.open: deque[int] = deque()  # tests that it was given and has not reported
 
@@ -170,7 +170,7 @@ class Forks:
             self._config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
             _run(session, there)
         there.close()
-        self._forks.append(_Fork(pid, here, takes_last=self._started % self._number == 0))
+        self._forks.append(_Fork(pid, here, takes_last=self._started % 2 == 0))
         self._started += 1
 
     def _hear(self, session: pytest.Session) -> None:
