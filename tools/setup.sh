@@ -35,6 +35,24 @@ choose_python() {
         "or name it: make PYTHON=/path/to/python3.11"
 }
 
+# With --enable-optimizations, as distributions, conda, uv and Docker's images have it; pyenv does not unless it is told.
+is_optimized() {
+    "$1" -c 'import sys, sysconfig
+how = sysconfig.get_config_var("CONFIG_ARGS") or ""
+sys.exit(sys.base_prefix != "/usr" and "--enable-optimizations" not in how)'
+}
+
+say_which_is_faster() {
+    if is_optimized "$PYTHON"; then return; fi
+    for other in python3.12 python3.11 /usr/bin/python3; do
+        if command -v "$other" >/dev/null && is_supported "$other" && is_optimized "$other"; then
+            say "this $PYTHON was built without optimizations: with $other Python's share of each request takes about 15% less" \
+                "(make clean-venv; make PYTHON=$other setup)"
+            return
+        fi
+    done
+}
+
 # An installed tritonserver (an NGC image, for instance) brings its own Python stub.
 has_own_tritonserver() {
     [ -n "${BIREME_TRITONSERVER:-}" ] || command -v tritonserver >/dev/null || [ -x /opt/tritonserver/bin/tritonserver ]
@@ -82,6 +100,7 @@ make_venv() {
         return
     fi
     say "making $VENV with $PYTHON ($(version_of "$PYTHON"))"
+    [ -n "${PYTHON_WAS_NAMED}" ] || say_which_is_faster
     rm -rf "$VENV"
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON -m venv failed; run: apt-get install python3-venv"
     pip_install --upgrade pip || true  # before 24 choosing versions takes twice as long; without a network what is there does

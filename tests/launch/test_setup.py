@@ -10,23 +10,29 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PYTHON = """#!/bin/sh
 case "$*" in
     *version_info*) echo {version} ;;
+    *optimizations*) exit {no_optimizations} ;;
     *ensurepip*) exit {no_venv} ;;
     *) exit {no_libpython} ;;
 esac
 """
 
 
-def run(tmp_path, version="3.11", no_venv=0, no_libpython=0, tools=()):
+def make_python(file, version="3.11", no_venv=0, no_libpython=0, no_optimizations=0):
+    file.parent.mkdir(exist_ok=True)
+    said = {"version": version, "no_venv": no_venv, "no_libpython": no_libpython, "no_optimizations": no_optimizations}
+    file.write_text(PYTHON.format(**said))
+    file.chmod(0o755)
+
+
+def run(tmp_path, tools=(), named=True, **python):
     folder = tmp_path / "bin"
-    folder.mkdir()
-    python = folder / "python3"
-    python.write_text(PYTHON.format(version=version, no_venv=no_venv, no_libpython=no_libpython))
-    python.chmod(0o755)
+    make_python(folder / "python3", **python)
     for name, text in tools:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    path = f"{folder}:/usr/bin:/bin"
-    environment = {"PATH": path, "VENV": str(tmp_path / "venv"), "PYTHON": str(python), "HOME": os.environ["HOME"]}
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "VENV": str(tmp_path / "venv"), "HOME": os.environ["HOME"]}
+    if named:
+        environment["PYTHON"] = str(folder / "python3")
     return subprocess.run(
         ["sh", CHECKOUT / "tools" / "setup.sh"], env=environment, capture_output=True, text=True, timeout=60
     )
@@ -46,6 +52,15 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path, missing, remedy):
     result = run(tmp_path, **missing)
     assert result.returncode == 2 and remedy in result.stderr
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(("no_optimizations", "named"), [(0, False), (1, False), (1, True)])
+def test_a_python_that_is_slow_is_told_of_unless_it_was_named(tmp_path, no_optimizations, named):
+    """The environment that this one makes is empty, and its set-up ends there."""
+    make_python(tmp_path / "bin" / "python3.12", version="3.12")
+    said = run(tmp_path, named=named, no_optimizations=no_optimizations).stdout
+    assert "making" in said
+    assert ("make PYTHON=python3.12 setup" in said) == (no_optimizations == 1 and not named)
 
 
 def test_set_up_of_a_complete_environment_changes_nothing():
