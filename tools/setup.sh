@@ -22,17 +22,27 @@ is_supported() {
     case "$(version_of "$1")" in 3.11 | 3.12) return 0 ;; *) return 1 ;; esac
 }
 
+# The first that was built with optimizations and lacks nothing; of others, the first that fits.
 choose_python() {
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program"
         is_supported "$PYTHON" || fail "$PYTHON is not a Python that fits (version: $(version_of "$PYTHON" | grep . || echo none)); 3.11 or 3.12 is needed"
         return
     fi
-    for PYTHON in python3 python3.12 python3.11; do
-        if command -v "$PYTHON" >/dev/null && is_supported "$PYTHON"; then return; fi
+    first=
+    for PYTHON in python3 python3.12 python3.11 /usr/bin/python3; do
+        if ! command -v "$PYTHON" >/dev/null || ! is_supported "$PYTHON"; then continue; fi
+        first=${first:-$PYTHON}
+        if is_optimized "$PYTHON" && is_complete "$PYTHON"; then break; fi
+        PYTHON=
     done
-    fail "no Python 3.11 or 3.12 (python3 is $(version_of python3)); install one (apt-get install python3.11)" \
-        "or name it: make PYTHON=/path/to/python3.11"
+    PYTHON=${PYTHON:-$first}
+    [ -n "$PYTHON" ] ||
+        fail "no Python 3.11 or 3.12 (python3 is $(version_of python3)); install one (apt-get install python3.11)" \
+            "or name it: make PYTHON=/path/to/python3.11"
+    [ "$PYTHON" = "$first" ] || is_optimized "$first" ||
+        say "$first was built without optimizations, with which Python's share of each request takes about 15% less:" \
+            "taking $PYTHON (make PYTHON=$first setup takes it all the same)"
 }
 
 # With --enable-optimizations, as distributions, conda, uv and Docker's images have it; pyenv does not unless it is told.
@@ -42,15 +52,10 @@ how = sysconfig.get_config_var("CONFIG_ARGS") or ""
 sys.exit(sys.base_prefix != "/usr" and "--enable-optimizations" not in how)'
 }
 
-say_which_is_faster() {
-    if is_optimized "$PYTHON"; then return; fi
-    for other in python3.12 python3.11 /usr/bin/python3; do
-        if command -v "$other" >/dev/null && is_supported "$other" && is_optimized "$other"; then
-            say "this $PYTHON was built without optimizations: with $other Python's share of each request takes about 15% less" \
-                "(make clean-venv; make PYTHON=$other setup)"
-            return
-        fi
-    done
+# With the headers, for which Triton's kernels ask where there is a GPU.
+is_complete() {
+    has_venv "$1" && has_libpython "$1" && "$1" -c 'import os, sys, sysconfig
+sys.exit(not os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")))'
 }
 
 # An installed tritonserver (an NGC image, for instance) brings its own Python stub.
@@ -60,16 +65,19 @@ has_own_tritonserver() {
 
 check_machine() {
     [ "$(uname -s)" = Linux ] || fail "tritonserver runs on Linux, not on $(uname -s); use docker/Dockerfile"
-    "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
-        fail "$PYTHON has no venv module; run: apt-get install python3-venv python$(version_of "$PYTHON")-venv"
+    has_venv "$PYTHON" || fail "$PYTHON has no venv module; run: apt-get install python3-venv python$(version_of "$PYTHON")-venv"
     free_mb=$(df -Pm . | awk 'NR == 2 { print $4 }')
     [ "$free_mb" -ge "$NEEDED_MB" ] ||
         fail "the disk is full: $free_mb MB are free here, about $NEEDED_MB MB are needed; free some space"
-    has_own_tritonserver || check_libpython
+    has_libpython "$PYTHON" || fail "libpython$(version_of "$PYTHON").so.1.0 is missing, which tritonserver's Python" \
+        "stub needs; run: apt-get install libpython$(version_of "$PYTHON")"
 }
 
-check_libpython() {
-    "$PYTHON" - <<'PY' || fail "libpython$(version_of "$PYTHON").so.1.0 is missing, which tritonserver's Python stub needs; run: apt-get install libpython$(version_of "$PYTHON")"
+has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
+
+has_libpython() {
+    if has_own_tritonserver; then return; fi
+    "$1" - <<'PY'
 import os, sys, sysconfig
 name = "libpython%d.%d.so.1.0" % sys.version_info[:2]
 multiarch = sysconfig.get_config_var("MULTIARCH") or ""
@@ -93,14 +101,10 @@ compile_imports() {
         fail "what servers and engines import can't be imported; its error stands above"
 }
 
+is_made() { "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
+
 make_venv() {
-    if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-        [ -z "${PYTHON_WAS_NAMED}" ] || [ "$(version_of "$VENV/bin/python")" = "$(version_of "$PYTHON")" ] ||
-            fail "$VENV has Python $(version_of "$VENV/bin/python"), PYTHON is $(version_of "$PYTHON"); run: make clean-venv"
-        return
-    fi
     say "making $VENV with $PYTHON ($(version_of "$PYTHON"))"
-    [ -n "${PYTHON_WAS_NAMED}" ] || say_which_is_faster
     rm -rf "$VENV"
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON -m venv failed; run: apt-get install python3-venv"
     pip_install --upgrade pip || true  # before 24 choosing versions takes twice as long; without a network what is there does
@@ -139,12 +143,16 @@ install_hooks() {
     git config core.hooksPath tools/hooks 2>/dev/null || true
 }
 
-PYTHON_WAS_NAMED=${PYTHON:-}
 began=$(date +%s)
-# The whole check costs a second: leave it out when the environment is as this script left it.
-choose_python
-[ -x "$VENV/bin/python" ] || check_machine
-make_venv
+if ! is_made; then
+    choose_python
+    check_machine
+    make_venv
+elif [ -n "${PYTHON:-}" ]; then
+    choose_python
+    [ "$(version_of "$VENV/bin/python")" = "$(version_of "$PYTHON")" ] ||
+        fail "$VENV has Python $(version_of "$VENV/bin/python"), PYTHON is $(version_of "$PYTHON"); run: make clean-venv"
+fi
 install_torch
 install_package
 install_hooks

@@ -24,13 +24,13 @@ def make_python(file, version="3.11", no_venv=0, no_libpython=0, no_optimization
     file.chmod(0o755)
 
 
-def run(tmp_path, tools=(), named=True, **python):
+def run(tmp_path, tools=(), named=True, venv="venv", **python):
     folder = tmp_path / "bin"
     make_python(folder / "python3", **python)
     for name, text in tools:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    environment = {"PATH": f"{folder}:/usr/bin:/bin", "VENV": str(tmp_path / "venv"), "HOME": os.environ["HOME"]}
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "VENV": str(tmp_path / venv), "HOME": os.environ["HOME"]}
     if named:
         environment["PYTHON"] = str(folder / "python3")
     return subprocess.run(
@@ -54,13 +54,25 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path, missing, remedy):
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.parametrize(("no_optimizations", "named"), [(0, False), (1, False), (1, True)])
-def test_a_python_that_is_slow_is_told_of_unless_it_was_named(tmp_path, no_optimizations, named):
-    """The environment that this one makes is empty, and its set-up ends there."""
-    make_python(tmp_path / "bin" / "python3.12", version="3.12")
-    said = run(tmp_path, named=named, no_optimizations=no_optimizations).stdout
-    assert "making" in said
-    assert ("make PYTHON=python3.12 setup" in said) == (no_optimizations == 1 and not named)
+@pytest.mark.parametrize(
+    ("slow", "named", "other", "taken"),
+    [
+        (1, False, {}, True),
+        (0, False, {}, False),
+        (1, True, {}, False),
+        (1, False, {"no_optimizations": 1}, False),
+        (1, False, {"no_venv": 1}, False),
+        (1, False, {"no_libpython": 1}, False),
+        (1, False, {"version": "3.13"}, False),
+    ],
+)
+def test_a_faster_python_is_taken_unless_one_was_named_or_it_lacks_something(tmp_path, slow, named, other, taken):
+    """No environment can be made below a file."""
+    (tmp_path / "venv").touch()
+    make_python(tmp_path / "bin" / "python3.12", **{"version": "3.12"} | other)
+    said = run(tmp_path, venv="venv/below", named=named, no_optimizations=slow).stdout
+    assert " making " in said
+    assert ("taking python3.12 (make PYTHON=python3 setup" in said) == taken
 
 
 def test_set_up_of_a_complete_environment_changes_nothing():
