@@ -45,7 +45,7 @@ PROOF = "torch safetensors.torch bireme.engines.trtllm.engine tests.gpu.trtllm_p
 # What a child runs -> what its server has imported: torch only for children that have it, being large.
 KINDS = {
     "bireme.engines.worker": ENGINE.split(),
-    "bireme.logits.guided.compile_process": ["bireme.logits.guided.compile_process"],
+    "bireme.logits.guided.compile_process": ["tests.logits.guided.imported_parts"],
     "bireme.openai": ["bireme.openai.app", "bireme.openai.__main__", "bireme.openai.http.process_group"],
     "tests.gpu.trtllm_proof.engine_process": PROOF.split(),
     "tests/kv/transfer/kv_side.py": TRANSFERS.split(),
@@ -259,8 +259,7 @@ def _become(asked: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _writer(1, "strict", is_unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _writer(2, "backslashreplace", is_unbuffered)  # type: ignore[misc]
-    gc.unfreeze()
-    gc.enable()
+    gc.enable()  # what was imported stays frozen: to look through it is to copy it
     atexit._clear()
     os._exit(_run(asked["args"]))
 
