@@ -135,9 +135,11 @@ def test_weights_that_another_worker_has_used_stay(hold):
     assert mapped(hold("another")) == (b"weights", b"table")
 
 
-def test_a_worker_can_have_its_weights_freed(hold, tmp_path):
+def test_a_worker_can_have_its_weights_freed(hold, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "bireme.memory")
     fill(hold()).close()
-    wait_for(lambda: forget(tmp_path, KEY, "decode") == 7, 10)
+    wait_for(lambda: "detached worker=decode" in caplog.text, 10)  # before, its end would free them, and not this
+    assert forget(tmp_path, KEY, "decode") == 7
     assert hold().attach(5)[0].role == "fill"
 
 
