@@ -247,7 +247,7 @@ class CudaPool(_Pool):
         blocks = NUM_ROWS // SIZE
         self.store = KvStore(geometry, group_layers(geometry), [blocks, blocks], SIZE, torch.device("cuda", 0))
         # The store's own are the copier's alone: they have one room on the GPU.
-        self._copies = RowCopies(self.store._all_tensors, self.store.device)
+        self._copies = RowCopies(self.store._moved_tensors, self.store.device)
         for group in range(2):
             self.put(group, np.arange(NUM_ROWS), 255)
 
