@@ -48,6 +48,7 @@ KINDS = {
     "bireme.logits.guided.compile_process": ["tests.logits.guided.imported_parts"],
     "bireme.openai": ["bireme.openai.app", "bireme.openai.__main__", "bireme.openai.http.process_group"],
     "tests.gpu.trtllm_proof.engine_process": PROOF.split(),
+    "tests/kv/kernels/call_outer.py": ["bireme.kv.kernels.index_kernels"],
     "tests/kv/transfer/kv_side.py": TRANSFERS.split(),
 }
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "LC_", "LANG", "TZ", "UCX_", "NIXL_", "GRPC_", "NUMBA_")

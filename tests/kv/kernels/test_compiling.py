@@ -11,8 +11,7 @@ pytest.importorskip("numba")
 
 INNER = "from bireme.kv.kernels.compiling import compiled\nNUMBER = {}\n@compiled()\ndef inner(x): return x + NUMBER\n"
 OUTER = "from bireme.kv.kernels.compiling import compiled\nfrom {} import inner\n@compiled('int64(int64)')\n"
-PROGRAM = "import logging; logging.basicConfig(level='INFO')\n"
-PROGRAM += "from outer_kernels import outer; print(outer(1), len(outer.stats.cache_misses))"
+PROGRAM = os.path.join(os.path.dirname(__file__), "call_outer.py")
 
 
 @pytest.fixture
@@ -23,10 +22,9 @@ def folder(tmp_path):
 
 
 def start(folder, **env):
-    paths = os.pathsep.join([str(folder), os.getcwd()])
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": paths, **env}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=pipe, stderr=pipe, env=env, cwd=folder, text=True)
+    command = [sys.executable, PROGRAM, str(folder)]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, env=os.environ | env, cwd=folder, text=True)
 
 
 def answer_and_log(process):
