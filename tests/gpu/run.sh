@@ -1,6 +1,6 @@
 #!/bin/sh
 # The torch engine, KV transfer and pictures' embeddings on this machine's GPU: equality first, then speed. Nothing has to be built:
-# Triton compiles the kernels when they are first used. Needs pytest, pytest-asyncio and hypothesis beside the engine.
+# Triton compiles the kernels when they are first used. Needs pytest, pytest-asyncio and hypothesis beside the engine's packages.
 #
 #   sh tests/gpu/run.sh                          # figures as JSON in out/engine_gpu.json
 #   sh tests/gpu/run.sh /tmp/figures.json --shape 1b --batch 1 8
@@ -15,6 +15,7 @@ if [ $# -gt 0 ]; then
     shift
 fi
 mkdir -p "$(dirname "$output")"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 if ! "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
     echo "run.sh: $python has no torch that sees a GPU; name another in BIREME_PYTHON" >&2
@@ -26,7 +27,12 @@ workers=$("$python" -c 'import importlib.util, os; print(min(12, os.cpu_count())
 "$python" tests/gpu/embedding_pool.py
 "$python" tests/gpu/mixed_stress.py
 "$python" tests/gpu/mixed_stress.py --drafts 4
-"$python" benchmarks/engine_gpu.py "$@" | tee "$output.txt"
+if ! "$python" benchmarks/engine_gpu.py "$@" >"$output.txt"; then
+    cat "$output.txt"
+    echo "run.sh: benchmarks/engine_gpu.py has failed" >&2
+    exit 1
+fi
+cat "$output.txt"
 grep '^{' "$output.txt" >"$output"
 rm "$output.txt"
 echo "figures: $output"
