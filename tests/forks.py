@@ -280,6 +280,9 @@ def _run(session: pytest.Session, pipe: Connection) -> NoReturn:
     try:
         atexit._clear()  # those of the process that has collected
         WarmChildren().install()
+        if "torch" in sys.modules:  # its pool is made anew at the first use: of two at once, one would find none
+            torch = importlib.import_module("torch")
+            torch.set_num_threads(torch.get_num_threads())
         reporter = _own(session.config, pipe)
         given = _given(pipe)
         index = next(given, None)
