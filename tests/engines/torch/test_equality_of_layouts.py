@@ -41,7 +41,7 @@ def assert_equal_everywhere(pair, prompts, num_tokens, expected=None):
     assert pair.run(prompts, max_tokens=num_tokens) == expected
     decode = pair.decode
     before = decode.core.scheduler.num_preemptions
-    assert decode.run(asked) == expected and decode.core.scheduler.num_preemptions > before
+    assert decode.run(asked, in_one_step=True) == expected and decode.core.scheduler.num_preemptions > before
     assert decode.run(asked[-1:]) == expected[-1:]  # whatever the others have left of its blocks
     again = decode.submit(asked[-1])
     assert again.finish.usage.cached_tokens > 0 and again.tokens == expected[-1]

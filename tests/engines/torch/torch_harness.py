@@ -149,9 +149,15 @@ class Harness:
     def abort(self, result: Result) -> None:
         self.engine.abort(next(key for key, value in self.results.items() if value is result))
 
-    def run(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Submit all at once and return their tokens; every one must end once, without error."""
+    def run(self, requests: Sequence[EngineRequest], in_one_step: bool = False) -> list[list[int]]:
+        """Submit all at once and return their tokens; every one must end once, without error. `in_one_step`: the engine
+        takes them in together, however short its steps are.
+        """
+        are_there = threading.Event()
+        if in_one_step:
+            self.engine._post(lambda: are_there.wait(WAIT_S))
         results = [self.submit(one) for one in requests]
+        are_there.set()
         for result in results:
             assert result.finish.error == ""
         assert all(len(result.finishes) == 1 for result in results)
