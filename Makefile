@@ -40,7 +40,7 @@ test: models ## Run all tests, with a real tritonserver; ARGS="tests/stages -k p
 	@$(RUN) -m pytest -n $(or $(JOBS),3) -m "not soak" --timeout=$(TEST_LIMIT_S) $(ARGS)
 
 unit: models ## Run the tests that start no server; ARGS="-k sampling"
-	@$(RUN) -m pytest $(if $(wildcard /dev/nvidiactl),-n,--forks) $(or $(JOBS),4) -m "not server and not soak" $(ARGS)
+	@$(RUN) -m pytest $(if $(wildcard /dev/nvidiactl),-n,--forks) $(or $(JOBS),4) -m "not server and not soak" --timeout=$(TEST_LIMIT_S) $(ARGS)
 
 soak: models ## Run what takes minutes: each process of every recipe killed, random faults, what images are made of
 	@$(RUN) -m pytest -m soak $(ARGS)
