@@ -79,8 +79,11 @@ COMPUTES = "gw0"
 MOSTLY_WAIT = (
     "tests/benchmarks/test_chaos_",
     "tests/benchmarks/test_load",
+    "tests/contract/test_trtllm_engine",
     "tests/contract/test_trtllm_features",
+    "tests/contract/test_trtllm_proof",
     "tests/discovery/",
+    "tests/docker/",
     "tests/engines/memory/",
     "tests/engines/mocker/",
     "tests/engines/stub/",
@@ -138,7 +141,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: (_row(item.nodeid), not _is_of_servers(item)))
     elif config.option.forks:
-        items.sort(key=lambda item: (_row(item.nodeid), item.nodeid.startswith(MOSTLY_WAIT)))
+        items.sort(key=lambda item: _row(item.nodeid))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -290,7 +293,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.forks:
         from tests.forks import Forks
 
-        config.pluginmanager.register(Forks(config, config.option.forks, _together))
+        forks = Forks(config, config.option.forks, _together, lambda nodeid: nodeid.startswith(MOSTLY_WAIT))
+        config.pluginmanager.register(forks)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,9 @@ and shares the memory. So importing a test module must neither start threads, fo
 A fork that dies is its test's failure, also of a test that is to be run again when it fails (`--reruns`, or
 `@pytest.mark.flaky`): pytest-xdist would run it again. What a test ends the session for (`--session-timeout`,
 `pytest.exit`), its fork tells, and the other forks finish the tests that they are in.
+
+Every other fork begins with tests that mostly wait, so that neither all forks wait nor all want a core. What took long
+in the last run of all tests comes first, so that all end at the same time.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import math
 import os
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,6 +37,7 @@ from bireme.child_process import describe_exit
 from tests.warm_children import WarmChildren
 
 _LEAVE_S = 10.0
+_SECONDS = "bireme/seconds"  # in pytest's cache
 _SHARED = "transformers.models.llama.modeling_llama"  # nearly each fork would import it, for 2.5 s of CPU
 
 
@@ -50,6 +55,7 @@ class _Ran(NamedTuple):
 
     index: int
     reports: list[dict[str, Any]]
+    seconds: float
 
 
 class _Stopped(NamedTuple):
@@ -63,8 +69,9 @@ class _Stopped(NamedTuple):
 class _Fork:
     """One process. It asks with None for tests that go together: the answer is their places, or None for the end."""
 
-    def __init__(self, pid: int, pipe: Connection, takes_last: bool) -> None:
-        self.pid, self.pipe, self.takes_last = pid, pipe, takes_last  # the last mostly wait (tests/conftest.py)
+    def __init__(self, pid: int, pipe: Connection, begins_waiting: bool) -> None:
+        self.pid, self.pipe = pid, pipe
+        self.begins_waiting = begins_waiting  # with tests that mostly do
         self.watch = os.pidfd_open(pid)  # a child of a test may hold the pipe open
         self.open: deque[int] = deque()  # tests that it was given and has not reported
 
@@ -82,16 +89,27 @@ class _Fork:
 
 
 class Forks:
-    """Runs a session's tests. `together`: a test's node id -> the name of what one process has to run."""
+    """Runs a session's tests. `together`: a test's node id -> the name of what one process has to run.
 
-    def __init__(self, config: pytest.Config, number: int, together: Callable[[str], str]) -> None:
+    `waits`: whether a test, by its node id, mostly does.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        number: int,
+        together: Callable[[str], str],
+        waits: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         if processes := getattr(config.option, "numprocesses", None):
             raise pytest.UsageError(
                 f"--forks {number} and -n {processes} can't both spread the tests over processes: leave out -n and give"
                 f" the number to --forks (make unit JOBS={processes})"
             )
-        self._config, self._number, self._together = config, number, together
-        self._units: deque[list[int]] = deque()  # places of tests that go together, and that no fork has been given
+        self._config, self._number, self._together, self._waits = config, number, together, waits
+        # Places of tests that go together, and that no fork has been given: those that compute, those that wait.
+        self._units: tuple[deque[list[int]], deque[list[int]]] = deque(), deque()
+        self._seconds: Counter[str] = Counter()  # of tests that went together
         self._forks: list[_Fork] = []
         self._started = 0
         self._starts_threads = ""  # what was collected when a library's first thread was seen
@@ -123,17 +141,14 @@ class Forks:
                 f"{self._starts_threads} starts a library's threads (torch, tokenizers) when it is imported, and forks"
                 " have no threads: make what starts them a fixture, or run with -n instead of --forks"
             )
-        units: dict[str, list[int]] = {}
-        for index, item in enumerate(session.items):
-            units.setdefault(self._together(item.nodeid), []).append(index)
-        self._units.extend(units.values())
         try:
-            for _ in range(min(self._number, len(units))):
+            for _ in range(min(self._number, self._queue(session.items))):
                 self._start(session)
             while self._forks:
                 self._hear(session)
         finally:
             self._end()
+        self._keep_seconds(session)
         if self._exit is not None:
             raise self._exit
         if session.shouldfail:
@@ -141,6 +156,24 @@ class Forks:
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
         return True
+
+    def _queue(self, items: Sequence[pytest.Item]) -> int:
+        """Return how many units there are."""
+        units: dict[str, list[int]] = {}
+        for index, item in enumerate(items):
+            units.setdefault(self._together(item.nodeid), []).append(index)
+        cache = getattr(self._config, "cache", None)  # `-p no:cacheprovider`
+        before = cache.get(_SECONDS, {}) if cache is not None else {}
+        for name in sorted(units, key=lambda name: -before.get(name, math.inf)):
+            self._units[self._waits(items[units[name][0]].nodeid)].append(units[name])
+        return len(units)
+
+    def _keep_seconds(self, session: pytest.Session) -> None:
+        """Of a run of all tests, for the next."""
+        cache, option = getattr(self._config, "cache", None), self._config.option
+        is_whole = self._config.args == self._config.getini("testpaths") and not option.keyword
+        if cache is not None and is_whole and not (session.shouldfail or session.shouldstop or self._exit):
+            cache.set(_SECONDS, {name: round(seconds, 1) for name, seconds in self._seconds.items()})
 
     def _look_for_threads(self, begun: str) -> None:
         if not self._starts_threads and len(os.listdir("/proc/self/task")) > threading.active_count():
@@ -170,7 +203,7 @@ class Forks:
             self._config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
             _run(session, there)
         there.close()
-        self._forks.append(_Fork(pid, here, takes_last=self._started % 2 == 0))
+        self._forks.append(_Fork(pid, here, begins_waiting=self._started % 2 == 0))
         self._started += 1
 
     def _hear(self, session: pytest.Session) -> None:
@@ -185,13 +218,14 @@ class Forks:
             if told is EOFError:
                 self._replace(fork, session)
             elif told is None:
-                fork.give(None if stops or not self._units else self._next_unit(fork))
+                fork.give(None if stops else self._next_unit(fork))
             elif isinstance(told, _Warned):
                 self._tell_warning(told)
             elif isinstance(told, _Stopped):
                 self._adopt(told, session)
             else:
                 fork.open.remove(told.index)
+                self._seconds[self._together(session.items[told.index].nodeid)] += told.seconds
                 for data in told.reports:
                     self._tell(self._config.hook.pytest_report_from_serializable(config=self._config, data=data))
         if not stops and (session.shouldfail or session.shouldstop):
@@ -206,8 +240,9 @@ class Forks:
         if told.exit is not None:
             self._exit, session.shouldstop = told.exit, True
 
-    def _next_unit(self, fork: _Fork) -> list[int]:
-        return self._units.pop() if fork.takes_last else self._units.popleft()
+    def _next_unit(self, fork: _Fork) -> list[int] | None:
+        own, others = self._units[fork.begins_waiting], self._units[not fork.begins_waiting]
+        return own.popleft() if own else others.popleft() if others else None
 
     def _replace(self, fork: _Fork, session: pytest.Session) -> None:
         """A fork has ended. In the middle of a test that is its failure, and another fork goes on after it."""
@@ -222,8 +257,8 @@ class Forks:
         reason = f"the process that ran {item.nodeid} ended with {ended}"
         self._tell(pytest.TestReport(item.nodeid, item.location, {}, "failed", reason, "call"))
         if fork.open:
-            self._units.appendleft(list(fork.open))
-        if self._units:
+            self._units[fork.begins_waiting].appendleft(list(fork.open))
+        if any(self._units):
             self._start(session)
 
     def _tell(self, report: pytest.TestReport) -> None:
@@ -269,8 +304,8 @@ class _Reporter:
         if not self._is_told_of_the_past:
             self._pipe.send(_Warned(str(message.message), of, message.filename, message.lineno, when, nodeid))
 
-    def send(self, index: int) -> None:
-        self._pipe.send(_Ran(index, self._reports))
+    def send(self, index: int, seconds: float) -> None:
+        self._pipe.send(_Ran(index, self._reports, seconds))
         self._reports = []
 
 
@@ -289,8 +324,9 @@ def _run(session: pytest.Session, pipe: Connection) -> NoReturn:
         while index is not None and not session.shouldfail and not session.shouldstop:
             following = next(given, None)  # what both need is not torn down between them
             item, nextitem = session.items[index], None if following is None else session.items[following]
+            began = time.monotonic()
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
-            reporter.send(index)
+            reporter.send(index, time.monotonic() - began)
             index = following
         if session.shouldfail or session.shouldstop:
             pipe.send(_Stopped(session.shouldfail, session.shouldstop))

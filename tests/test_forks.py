@@ -41,6 +41,15 @@ def test_goes_on(shared, tmp_path): (tmp_path / "kept").write_text(str(os.getpid
 def test_ends(shared): pass
 """
 
+ONE_FORK = CONFIGURATION.replace("config, 2, ", "config, 1, waits=lambda nodeid: 'waits' in nodeid, together=")
+SAYS_WHEN = """
+import time
+
+def say(name):
+    with open("said", "a") as file:
+        print(name, file=file)
+"""
+
 EXITS = """
 import pytest
 
@@ -61,8 +70,8 @@ Tokenizer(models.Unigram()).train_from_iterator(["a text"], trainers.UnigramTrai
 """
 
 
-def run(folder, *options):
-    plain = ["-p", "no:cacheprovider", "-p", "no:schemathesis"]  # which would be imported for 0.4 s of CPU
+def run(folder, *options, cache="no:cacheprovider"):
+    plain = ["-p", cache, "-p", "no:schemathesis"]  # which would be imported for 0.4 s of CPU
     command = [sys.executable, "-m", "pytest", *plain, "--basetemp=kept", *options]
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -116,6 +125,19 @@ def test_a_test_that_exits_ends_the_session_as_it_says(folder):
     ended = run(folder, "test_exits.py")
     assert (ended.returncode, "Exit: seen enough" in ended.stdout) == (7, True), ended.stdout
     assert "failed" not in ended.stdout and (folder / "torn_down_at_exit").exists()
+
+
+def test_a_fork_begins_with_tests_that_wait_and_what_took_long_comes_first_the_next_time(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\n")
+    (tmp_path / "conftest.py").write_text(ONE_FORK)
+    for name, seconds in (("quick", 0), ("slow", 0.1), ("waits", 0)):
+        (tmp_path / f"test_{name}.py").write_text(f"{SAYS_WHEN}\ndef test_it(): time.sleep({seconds}); say('{name}')")
+    for _ in range(2):
+        assert run(tmp_path, cache="cacheprovider").returncode == 0
+    assert run(tmp_path, "-k", "quick or waits", cache="cacheprovider").returncode == 0
+    assert run(tmp_path, cache="cacheprovider").returncode == 0
+    first, later = ["waits", "quick", "slow"], ["waits", "slow", "quick"]
+    assert (tmp_path / "said").read_text().split() == [*first, *later, "waits", "quick", *later]
 
 
 def test_processes_of_pytest_xdist_besides_forks_are_refused(folder):
