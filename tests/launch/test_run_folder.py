@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bireme.discovery.live_settings import LiveSettings
 from bireme.discovery.pulse import PulseReader, own_pulse, pulse_path
 from bireme.discovery.run_folder import ask_drain, ask_sleep
 from bireme.errors import ConfigError
+from bireme.launch import processes
 from bireme.launch.run_folder import SHM, RunFolder, sweep_stale
 
 KILLED_OWNER = """
@@ -190,14 +192,19 @@ def test_a_deleted_folder_is_cleared_for_the_next_server_all_the_same(tmp_path):
     run_folder.remove()
 
 
-@pytest.mark.flaky(reruns=1)
 def test_a_process_of_the_launch_that_was_stopped_does_not_survive_it(tmp_path):
     run_folder = RunFolder(tmp_path / "base")
     environment = os.environ | {"BIREME_SHM_PREFIX": run_folder.shm_prefix}
-    with subprocess.Popen(["sleep", "600"], env=environment) as stopped:
+    stopped = subprocess.Popen(["sleep", "600"], env=environment)
+    try:
+        while not processes.environment(stopped.pid):  # Popen returns a moment before the kernel has it in place
+            time.sleep(0.001)
         stopped.send_signal(signal.SIGSTOP)
         run_folder.remove()
         assert stopped.wait(20) == -signal.SIGKILL
+    finally:
+        stopped.kill()
+        stopped.wait()
 
 
 def test_cleaners_that_ask_for_a_lock_or_go_by_age_leave_the_folder_alone(tmp_path):
