@@ -66,9 +66,13 @@ def why_not_excluded(
 def _unknown(patterns: Sequence[str], num_layers: int) -> tuple[str, str] | None:
     known = {own for matrix in matrices_of(num_layers) for name in matrix for own in _names_around(name)} | {*_BESIDE}
     for pattern in patterns:
-        if not any(_matches(pattern, name) for name in known):
-            why = "no module of the model's layers is named so; names are as model.layers.0.self_attn.q_proj, and *"
-            return pattern, f"{why} stands for anything, as in *self_attn*"
+        if any(_matches(pattern, name) for name in known):
+            continue
+        names = "names are as model.layers.0.mlp.up_proj"
+        if pattern.startswith(_REGEX):
+            why = f"is wrong, repeats more than {_MOST_REPEATS:,} times or takes over {_REGEX_S:g} s for a name"
+            return pattern, f"it matches no module of the model's layers, or {why}; {names}, and all of one is matched"
+        return pattern, f"no module of the model's layers is named so; {names}, and * stands for anything"
     return None
 
 
