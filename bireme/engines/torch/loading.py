@@ -67,7 +67,7 @@ from bireme.own_work import Work
 
 logger = logging.getLogger("bireme.engines.torch")
 
-_FIRST_GRAPHS_S = 0.3  # a start takes longer for them, at most
+_FIRST_GRAPHS_S, _FIRST_GRAPHS_SHARE = 0.4, 0.03  # a start takes longer for them, at most: the larger of the two
 
 
 class LoadedEngine:
@@ -159,7 +159,7 @@ class LoadedEngine:
         self.step_times.start(costs)
         self._costs, self._stage, self._transfer = costs, context.stage, context.transfer
         phases.end("rest")
-        forward.make_first_graphs(_FIRST_GRAPHS_S)
+        forward.make_first_graphs(max(_FIRST_GRAPHS_S, _FIRST_GRAPHS_SHARE * sum(phases.seconds.values())))
         phases.end("graphs")
         load_s = sum(phases.seconds.values())
         accounts.started(manager, self.core.scheduler, load_s)

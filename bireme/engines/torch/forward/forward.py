@@ -201,13 +201,13 @@ class Forward:
         sized = [each.graphs for each in steps if each is not None]
         for graphs in sized:
             graphs.compile_forms()
-        began, waiting, count, longest = time.monotonic(), list(sized), 0, 0.0
-        while waiting and (before := time.monotonic()) - began + longest <= most_s:
+        began, waiting, count, last = time.monotonic(), list(sized), 0, 0.0
+        while waiting and (before := time.monotonic()) - began + last <= most_s:
             graphs = waiting.pop(0)  # in turns: a request needs one of each
             if graphs.make_first():
                 waiting.append(graphs)
                 count += 1
-                longest = max(longest, time.monotonic() - before)
+                last = time.monotonic() - before  # not the longest, which is the first
         for graphs in sized:
             graphs.judge()
         if count:
