@@ -5,15 +5,17 @@
 #   sh tests/gpu/run.sh                          # figures as JSON in out/engine_gpu.json
 #   sh tests/gpu/run.sh /tmp/figures.json --shape 1b --batch 1 8
 #
-# After the file's name: options of benchmarks/engine_gpu.py. BIREME_PYTHON names the Python. Fails where a test does.
+# The first argument is a file or a folder that is there; all others are options of benchmarks/engine_gpu.py.
+# BIREME_PYTHON names the Python. Fails where a test does.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${BIREME_PYTHON:-python3}
 output=out/engine_gpu.json
-if [ $# -gt 0 ]; then
-    output=$1
-    shift
-fi
+case ${1:--} in
+    -*) ;;
+    *) output=$1 && shift ;;
+esac
+[ ! -d "$output" ] || output=${output%/}/engine_gpu.json
 mkdir -p "$(dirname "$output")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
