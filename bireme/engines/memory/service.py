@@ -169,8 +169,6 @@ class MemoryService:
             if weights.filler is link:
                 send(link, Granted("fill", proof))
                 self._take(link, attach, weights)
-            else:
-                send(link, Granted("map", proof, weights.num_bytes, weights.load_s), weights.descriptors)
             logger.info("attached worker=%s weights=%s engines=%d", attach.worker, name, len(weights.links))
             with contextlib.suppress(OSError, UnavailableError):
                 self._receive(link)  # nothing more is said: it ends
@@ -185,15 +183,17 @@ class MemoryService:
             logger.info("detached worker=%s weights=%s engines=%d", attach.worker, name, len(weights.links))
 
     def _wait_turn(self, link: socket.socket, attach: HoldWeights, proof: bytes) -> _Weights:
-        """Return the weights once they are there, or it is this engine's turn to fill them."""
+        """Return the weights once they are there, which the engine is told, or it is its turn to fill them."""
         has_said = False
         while True:
             with self._changed:
                 weights = self._kept.setdefault(attach.weights, _Weights())
                 weights.workers.add(attach.worker)
-                if weights.descriptors:
+                if weights.descriptors:  # an engine may end at any time: its successor hears of that behind the answer
+                    granted = Granted("map", proof, weights.num_bytes, weights.load_s)
+                    send(link, granted, weights.descriptors, waits=False)
                     weights.links[link] = attach.worker
-                    self._tell(weights, but=link)
+                    self._tell(weights)
                     return weights
                 if weights.filler is None:
                     weights.filler = link
@@ -220,9 +220,8 @@ class MemoryService:
             self._changed.notify_all()
         logger.info("weights_kept worker=%s bytes=%d load_s=%.1f", attach.worker, packet.num_bytes, packet.load_s)
 
-    def _tell(self, weights: _Weights, but: socket.socket | None = None) -> None:
-        """`but`: has not been told yet that it is one."""
-        for link in weights.links.keys() - {but}:
+    def _tell(self, weights: _Weights) -> None:
+        for link in weights.links:
             with contextlib.suppress(OSError):  # it is ending
                 send(link, Holders(len(weights.links)), waits=False)
 

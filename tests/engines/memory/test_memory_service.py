@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -114,12 +115,26 @@ def test_other_weights_are_filled_anew(hold):
 
 
 def test_engines_are_told_how_many_they_are(hold):
-    counts, first, second = [], fill(hold()), hold("prefill")
+    counts, later, first, second = [], [], fill(hold()), hold("prefill")
     first.keep(counts.append)
     mapped(second)
-    wait_for(lambda: counts[-1] == 2, 10)
+    second.keep(later.append)
+    wait_for(lambda: counts[-1] == 2 and later[-1:] == [2], 10)
     second.close()
     wait_for(lambda: counts[-1] == 1, 10)
+
+
+def test_engines_that_come_while_others_end_map_all_the_same(hold):
+    fill(hold())
+
+    def come_and_go(worker):
+        for _ in range(50):
+            engine = hold(worker)
+            assert mapped(engine) == (b"weights", b"table")
+            engine.close()
+
+    with ThreadPoolExecutor(4) as engines:
+        list(engines.map(come_and_go, ["one", "two", "three", "four"]))
 
 
 def test_a_worker_that_comes_with_other_weights_frees_its_former_ones(hold):
