@@ -25,7 +25,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),  # a restarted server is found at once
-    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # an attempt may take that: machines stall, packets are sent again
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _WRITE_FAILED = "Internal error from Core"  # grpc.aio's own word for a stream that breaks under a write
@@ -173,7 +173,7 @@ def rpc_error(error: Any, address: str) -> BiremeError:
     if error.code() == grpc.StatusCode.UNAVAILABLE or details == _WRITE_FAILED:
         why = details.splitlines()[0] if details else "connection lost"
         remedy = "set BIREME_GRPC to the host:port of this deployment's server"
-        if "handshake" in why:
+        if "handshake" in why and "tcp handshaker" not in why:  # gRPC calls connecting so, too
             remedy = "certificate, authority and server_name of grpc_tls in both recipes have to fit each other"
         return UnreachableError(f"no Triton gRPC endpoint at {address} ({why}); {remedy}")
     parsed = parse_error(details)

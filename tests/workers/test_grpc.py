@@ -28,6 +28,17 @@ def test_a_connection_that_breaks_is_unreachable(code, details):
     assert isinstance(told(code, details), UnreachableError)
 
 
+@pytest.mark.parametrize(
+    ("details", "remedy"),
+    [
+        ("last error: UNKNOWN: ipv4:10.0.0.1:8001: tcp handshaker shutdown", "set BIREME_GRPC"),
+        ("last error: UNKNOWN: ipv4:10.0.0.1:8001: Ssl handshake failed: SSL_ERROR_SSL", "certificate"),
+    ],
+)
+def test_only_who_fails_to_agree_on_tls_is_told_of_certificates(details, remedy):
+    assert remedy in str(told(grpc.StatusCode.UNAVAILABLE, details))
+
+
 def test_a_code_of_our_own_wins_over_grpc_s():
     assert isinstance(told(grpc.StatusCode.INTERNAL, "NOT_FOUND: no such life"), NotFoundError)
 

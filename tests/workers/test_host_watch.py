@@ -9,11 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from bireme.errors import EngineLostError
+from bireme.errors import BiremeError, EngineLostError
 from bireme.launch import free_port
 from bireme.messages import EngineRequest, SamplingParams
 from bireme.workers import host_watch
 from bireme.workers.client import Workers
+from bireme.workers.grpc import GrpcChannel
 from bireme.workers.host_watch import HostState, HostWatch
 from tests.workers.test_client import PrefillServer
 
@@ -214,6 +215,17 @@ async def prefill():
     await workers.close()
     await way.close()
     await server.server.stop(0)
+
+
+async def test_a_connection_may_take_a_while(way):
+    channel = GrpcChannel(way.address)
+    way.is_whole.clear()
+    asked = asyncio.ensure_future(channel.infer("decode", {}))
+    await asyncio.sleep(0.5)  # as on a machine that stalls
+    way.is_whole.set()
+    with pytest.raises(BiremeError, match="UNIMPLEMENTED"):  # the server is reached, and has no such method
+        await asked
+    await channel.close()
 
 
 async def test_a_prefill_leaves_a_silent_host(prefill):
