@@ -156,11 +156,11 @@ async def test_a_silent_stub_is_given_up(bus, recorder):
 
 
 async def test_keepalives_keep_a_quiet_request_alive(bus, recorder):
-    workers = Workers(GrpcChannel(bus.address), 0.2)
+    workers = Workers(GrpcChannel(bus.address), 0.5)
     sink = recorder()
     workers.decode("decode", REQUEST, sink)
     consumer, number = await bus.request_at_engine()
-    await asyncio.sleep(0.6)  # three times as long as a silent stub is waited for
+    await asyncio.sleep(1.5)  # three times as long as a silent stub is waited for
     bus.engine.finish(consumer, number, DONE)
     assert (await sink.end()).reason == "length"
     await workers.close()
