@@ -71,7 +71,8 @@ def ended(launched):
     """What became of a long stream and of a later request, the exit code and the log."""
     from tests.server.triton_client import Client
 
-    assert "no_such_output" in send_malformed_and_cancel(launched.grpc)
+    for _ in range(5):  # on a busy machine Triton may be done with one before it is cancelled
+        assert "no_such_output" in send_malformed_and_cancel(launched.grpc)
     client = Client(launched.grpc)
     stream = iter(client.stream("generate", text_input="two banks of oars", max_tokens=NUM_TOKENS, stream=True))
     answers = [next(stream)]
