@@ -69,7 +69,9 @@ def test_a_base_that_is_removed_while_it_is_looked_at_is_made_again(tmp_path, mo
             raise
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    RunFolder(base).remove()
+    run_folder = RunFolder(base)
+    assert run_folder.path.is_dir() and run_folder.path.parent == base
+    run_folder.remove()
 
 
 def test_a_base_that_is_no_folder_is_refused(tmp_path):

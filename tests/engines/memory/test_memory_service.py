@@ -122,6 +122,7 @@ def test_engines_are_told_how_many_they_are(hold):
     wait_for(lambda: counts[-1] == 2 and later[-1:] == [2], 10)
     second.close()
     wait_for(lambda: counts[-1] == 1, 10)
+    assert (counts, later) == ([1, 1, 2, 1], [1, 2])  # each begins with itself
 
 
 def test_engines_that_come_while_others_end_map_all_the_same(hold):
